@@ -1,0 +1,175 @@
+"""What an operator is to the session: contract (OpSpec), strategy (Route), validated call (Call).
+
+None of it touches a device: a Route is tested with a made-up `Caps`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ort_webgpu.graph_tools.nodes import Node
+from ort_webgpu.wgsl.kernel import Program
+
+__all__ = [
+    "Accepted",
+    "Call",
+    "Caps",
+    "OpSpec",
+    "Output",
+    "Rejected",
+    "Route",
+    "TensorSpec",
+    "Value",
+]
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What an adapter can do, as far as routes care. Sizes in bytes.
+
+    `subgroup_min`/`subgroup_max` are 0 where subgroups are missing. `matrix_tiles` are the subgroup
+    matrix shapes (M, N, K, operand type, result type), e.g. (16, 16, 16, "f16", "f32").
+    `dialect` is the WGSL reader: "naga" (wgpu-native) or "tint" (Dawn).
+    """
+
+    name: str = "made-up adapter"
+    backend: str = "wgpu"
+    dialect: str = "naga"
+    software: bool = False
+    workgroup_memory: int = 16384
+    workgroup_invocations: int = 256
+    workgroups_per_dimension: int = 65535
+    storage_buffers: int = 8
+    storage_binding: int = 128 << 20
+    buffer_size: int = 256 << 20
+    offset_alignment: int = 256
+    subgroup_min: int = 0
+    subgroup_max: int = 0
+    f16: bool = False
+    timestamps: bool = False
+    matrix_tiles: tuple[tuple[int, int, int, str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """dtype (a numpy dtype name: "float32", "float16", "int8", "uint8", ...) and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return self.size * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Value:
+    """One input of a call: its spec, and its data where the operator reads it on the host."""
+
+    spec: TensorSpec
+    host: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output that a call writes: the operand name its launches use, and its spec.
+
+    `alias` is the index of the input whose storage the output continues when caller or session
+    binds both to one value (a KV cache updated in place), else None.
+    """
+
+    operand: str
+    spec: TensorSpec
+    alias: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One validated call of a node, ready for a route.
+
+    `inputs` maps operand names to node input indexes, `arrays` operand names to small host-made
+    arrays (uploaded at each call). `outputs` maps node output indexes to what is written there;
+    an Output under a negative index is written by the kernels but wanted by nobody.
+    """
+
+    problem: Any
+    inputs: dict[str, int]
+    outputs: dict[int, Output]
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The route takes the problem."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The route or contract does not take it; `reason` says what was found and what is allowed."""
+
+    reason: str
+
+
+class Route(ABC):
+    """A named strategy for an operator. Both methods are pure."""
+
+    name: str
+
+    @abstractmethod
+    def check(self, problem: Any, caps: Caps) -> Accepted | Rejected:
+        """Whether this route can run the problem on such a device, with the reason if not."""
+
+    @abstractmethod
+    def program(self, problem: Any, caps: Caps) -> Program:
+        """The launches; only called for an accepted problem."""
+
+    def card_variant(self, problem: Any, caps: Caps) -> str | None:
+        """The name in variants.json that this route is for the problem, or None."""
+        return None
+
+
+class OpSpec(ABC):
+    """An operator's contract.
+
+    `host_inputs` are the indexes whose data `call` reads on the host (lengths, positions, scales);
+    `weight_inputs` those that are uploaded once when they are initializers.
+    """
+
+    domain: str = "com.microsoft"
+    op_type: str
+    host_inputs: frozenset[int] = frozenset()
+    weight_inputs: frozenset[int] = frozenset()
+    routes: tuple[Route, ...] = ()
+
+    @abstractmethod
+    def check_node(self, node: Node, input_dtypes: Sequence[str | None]) -> Accepted | Rejected:
+        """Whether a node can be offloaded at all, from attributes, wiring and element types.
+
+        `input_dtypes` has a numpy dtype name for each input, None where absent or unknown.
+        Raises InvalidModelError only for what ORT itself refuses at session creation.
+        """
+
+    @abstractmethod
+    def call(self, node: Node, values: Sequence[Value | None], in_place: frozenset[int]) -> Call:
+        """Validate one call. `values` has an entry for each node input, None where absent.
+
+        `in_place` are the node output indexes that the caller bound to the same value as the
+        input they alias. Raises InvalidInputError with the node's name.
+        """

@@ -1,0 +1,1 @@
+"""WGSL kernels: their description (kernel.py), their text (templates/, render.py)."""
