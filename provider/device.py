@@ -1,0 +1,653 @@
+"""Gpu: one device, its buffers, pipelines and queue. The only file that imports wgpu or wgpudawn.
+
+wgpu-native can end the process on a zero-sized binding, a destroyed buffer or an invalid submit, so
+nothing reaches it unchecked: buffers are never empty, live as long as a DeviceBuffer refers to them,
+and a Program is checked against its kernels and the limits before it is recorded.
+"""
+
+import importlib
+import os
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ort_webgpu.errors import (
+    DeviceError,
+    DeviceLostError,
+    DeviceMemoryError,
+    NoAdapterError,
+)
+from ort_webgpu.ops.spec import Caps, TensorSpec
+from ort_webgpu.wgsl.kernel import Kernel, Launch, Program
+from ort_webgpu.wgsl.render import render, uniform_layout
+
+__all__ = ["AdapterInfo", "Counters", "DeviceBuffer", "Gpu", "adapters", "open_gpu"]
+
+_PACKAGES = {"wgpu": "wgpu", "dawn": "wgpudawn"}
+_UNIFORM_SLOT = 256  # the largest offset alignment that WebGPU allows
+_POOL_LIMIT = 1 << 30  # idle bytes kept for reuse, per device
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """One adapter of one backend package, as `ort-webgpu devices` lists it."""
+
+    index: int
+    name: str
+    backend: str
+    api: str
+    kind: str
+    driver: str
+
+    @property
+    def software(self) -> bool:
+        return self.kind == "CPU"
+
+
+@dataclass
+class Counters:
+    """What a device has done since it was opened; bytes, and numbers of calls."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    allocations: int = 0
+    allocated_bytes: int = 0
+    submits: int = 0
+    dispatches: int = 0
+    pipelines: int = 0
+    bind_groups: int = 0
+
+
+class DeviceBuffer:
+    """`nbytes` of device memory; it goes back to its pool when the last reference dies."""
+
+    __slots__ = ("__weakref__", "capacity", "gpu", "nbytes", "raw")
+
+    def __init__(self, gpu: "Gpu", raw: Any, nbytes: int, capacity: int):
+        self.gpu, self.raw, self.nbytes, self.capacity = gpu, raw, nbytes, capacity
+        weakref.finalize(self, gpu._give_back, raw, capacity).atexit = False
+
+    @property
+    def binding_size(self) -> int:
+        """Bytes that a binding covers: what the tensor needs, in whole groups of 16."""
+        return min(self.capacity, max(16, -(-self.nbytes // 16) * 16))
+
+
+@dataclass
+class _Pipeline:
+    raw: Any
+    layout: Any
+    uniforms: dict[str, tuple[int, str]]
+    size: int
+
+
+@dataclass
+class _Pool:
+    free: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    idle_bytes: int = 0
+
+
+class Gpu:
+    """A device. All methods may be called from several threads at once."""
+
+    def __init__(self, info: AdapterInfo, adapter: Any, package: Any):
+        self.info = info
+        self.counters = Counters()
+        self._package = package
+        self._lock = threading.RLock()
+        self._pool_lock = threading.Lock()
+        self._returned: list[tuple[Any, int]] = []
+        self._pool = _Pool()
+        self._pipelines: dict[Kernel, _Pipeline] = {}
+        self._bind_groups: dict[tuple, Any] = {}
+        self._staging: Any = None
+        self._lost: str | None = None
+        self._device, self.caps = _request(info, adapter)
+        self._queue = self._device.queue
+        self._uniforms = self._raw_buffer(1 << 16, "UNIFORM | COPY_DST")
+
+    def __repr__(self) -> str:
+        return f"<Gpu {self.info.name!r} ({self.info.backend}, {self.info.kind})>"
+
+    # -- buffers ---------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> DeviceBuffer:
+        """A buffer of at least `nbytes` with undefined contents."""
+        capacity = _capacity(nbytes)
+        if nbytes > self.caps.storage_binding:
+            raise DeviceMemoryError(
+                f"a value of {nbytes:,} bytes exceeds the largest storage binding of adapter"
+                f" {self.info.name!r} ({self.caps.storage_binding:,} bytes). Use a smaller batch or"
+                " context, or leave the node on the CPU with offload="
+            )
+        capacity = min(capacity, -(-self.caps.storage_binding // 4) * 4)
+        with self._pool_lock:
+            self._collect()
+            free = self._pool.free.get(capacity)
+            if free:
+                self._pool.idle_bytes -= capacity
+                return DeviceBuffer(self, free.pop(), nbytes, capacity)
+        with self._lock:
+            raw = self._raw_buffer(capacity, "STORAGE | COPY_SRC | COPY_DST")
+        self.counters.allocations += 1
+        self.counters.allocated_bytes += capacity
+        return DeviceBuffer(self, raw, nbytes, capacity)
+
+    def upload(self, array: np.ndarray) -> DeviceBuffer:
+        """A new buffer holding `array`, row-major, padded to whole groups of four bytes."""
+        buffer = self.allocate(array.nbytes)
+        self.write(buffer, array)
+        return buffer
+
+    def write(self, buffer: DeviceBuffer, array: np.ndarray, offset: int = 0) -> None:
+        """Overwrite bytes of `buffer` from `offset` (a multiple of 4) with `array`, row-major."""
+        if array.nbytes == 0:
+            return
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if offset % 4 or offset + flat.nbytes > buffer.capacity:
+            raise DeviceError(
+                f"a write of {flat.nbytes} bytes at {offset} does not fit a buffer of"
+                f" {buffer.capacity}; the offset must be a multiple of 4"
+            )
+        if flat.nbytes % 4:
+            flat = np.concatenate([flat, np.zeros(-flat.nbytes % 4, np.uint8)])
+        with self._guarded("upload"):
+            self._queue.write_buffer(buffer.raw, offset, flat)
+        self.counters.bytes_up += flat.nbytes
+
+    def copy(self, source: DeviceBuffer, target: DeviceBuffer, nbytes: int) -> None:
+        """Copy the first `nbytes` (rounded up to 4) of `source` to `target`, on the device."""
+        nbytes = -(-nbytes // 4) * 4
+        if nbytes == 0:
+            return
+        if nbytes > min(source.capacity, target.capacity) or source.raw is target.raw:
+            raise DeviceError(
+                f"cannot copy {nbytes} bytes from a buffer of {source.capacity} to one of"
+                f" {target.capacity}; they must be different buffers with room for the range"
+            )
+        with self._guarded("copy"):
+            encoder = self._device.create_command_encoder()
+            encoder.copy_buffer_to_buffer(source.raw, 0, target.raw, 0, nbytes)
+            self._queue.submit([encoder.finish()])
+        self.counters.submits += 1
+
+    def download(self, wanted: Sequence[tuple[DeviceBuffer, TensorSpec]]) -> list[np.ndarray]:
+        """The values as fresh arrays that the caller owns; one map for all of them."""
+        sizes = [-(-spec.nbytes // 4) * 4 for _, spec in wanted]
+        total = sum(sizes)
+        arrays = [np.empty(spec.shape, spec.dtype) for _, spec in wanted]
+        if total == 0:
+            return arrays
+        for (buffer, spec), size in zip(wanted, sizes, strict=True):
+            if size > buffer.capacity:
+                raise DeviceError(f"{spec} does not fit the buffer of {buffer.capacity} bytes")
+        with self._guarded("download"):
+            staging = self._staging_buffer(total)
+            encoder = self._device.create_command_encoder()
+            offset = 0
+            for (buffer, _), size in zip(wanted, sizes, strict=True):
+                if size:
+                    encoder.copy_buffer_to_buffer(buffer.raw, 0, staging, offset, size)
+                offset += size
+            self._queue.submit([encoder.finish()])
+            staging.map_sync("READ", 0, total)
+            try:
+                view = np.frombuffer(staging.read_mapped(0, total, copy=False), np.uint8)
+                offset = 0
+                for array, size in zip(arrays, sizes, strict=True):
+                    target = array.reshape(-1).view(np.uint8)
+                    target[:] = view[offset : offset + target.size]
+                    offset += size
+                del view
+            finally:
+                staging.unmap()
+        self.counters.submits += 1
+        self.counters.bytes_down += total
+        return arrays
+
+    # -- kernels ---------------------------------------------------------------------------------
+
+    def warm(self, kernels: Iterable[Kernel]) -> None:
+        """Compile the pipelines of `kernels`, those that are not compiled yet."""
+        for kernel in kernels:
+            self._pipeline(kernel)
+
+    def run(self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]) -> None:
+        """Record all launches in order and submit them once; returns before they have run."""
+        with self._guarded("run"):
+            recorded = [
+                self._prepare(launch, operands)
+                for program, given in programs
+                for operands in [self._with_scratch(program, given)]
+                for launch in program.launches
+                if launch.workgroups
+            ]
+            if not recorded:
+                return
+            self._write_uniforms([uniforms for _, uniforms, _, _ in recorded])
+            encoder = self._device.create_command_encoder()
+            compute = encoder.begin_compute_pass()
+            offset = 0
+            for pipeline, uniforms, buffers, grid in recorded:
+                compute.set_pipeline(pipeline.raw)
+                compute.set_bind_group(0, self._bind_group(pipeline, offset, buffers))
+                compute.dispatch_workgroups(*grid)
+                offset += _slots(uniforms.nbytes)
+            compute.end()
+            self._queue.submit([encoder.finish()])
+        self.counters.submits += 1
+        self.counters.dispatches += len(recorded)
+
+    def time(
+        self,
+        programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]],
+        repeats: int = 1,
+    ) -> list[float]:
+        """Nanoseconds of device time of `programs`, by a pair of timestamps, `repeats` times."""
+        if not self.caps.timestamps:
+            raise DeviceError(f"adapter {self.info.name!r} has no timestamp queries")
+        with self._guarded("time"):
+            return [self._time_once(programs) for _ in range(repeats)]
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _time_once(self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]) -> float:
+        recorded = [
+            self._prepare(launch, operands)
+            for program, given in programs
+            for operands in [self._with_scratch(program, given)]
+            for launch in program.launches
+            if launch.workgroups
+        ]
+        self._write_uniforms([uniforms for _, uniforms, _, _ in recorded])
+        queries = self._device.create_query_set(type="timestamp", count=2)
+        resolved = self._raw_buffer(256, "QUERY_RESOLVE | COPY_SRC")
+        encoder = self._device.create_command_encoder()
+        compute = encoder.begin_compute_pass(
+            timestamp_writes={
+                "query_set": queries,
+                "beginning_of_pass_write_index": 0,
+                "end_of_pass_write_index": 1,
+            }
+        )
+        offset = 0
+        for pipeline, uniforms, buffers, grid in recorded:
+            compute.set_pipeline(pipeline.raw)
+            compute.set_bind_group(0, self._bind_group(pipeline, offset, buffers))
+            compute.dispatch_workgroups(*grid)
+            offset += _slots(uniforms.nbytes)
+        compute.end()
+        encoder.resolve_query_set(queries, 0, 2, resolved, 0)
+        staging = self._staging_buffer(256)
+        encoder.copy_buffer_to_buffer(resolved, 0, staging, 0, 16)
+        self._queue.submit([encoder.finish()])
+        staging.map_sync("READ", 0, 16)
+        start, end = np.frombuffer(staging.read_mapped(0, 16), np.uint64)
+        staging.unmap()
+        return float(int(end) - int(start))
+
+    def _guarded(self, doing: str) -> "_Guard":
+        return _Guard(self, doing)
+
+    def _raw_buffer(self, size: int, usage: str) -> Any:
+        try:
+            return self._device.create_buffer(size=size, usage=usage)
+        except Exception as error:  # wgpu raises its own classes per failure
+            raise DeviceMemoryError(
+                f"adapter {self.info.name!r} could not allocate {size:,} bytes: {error}"
+            ) from error
+
+    def _give_back(self, raw: Any, capacity: int) -> None:
+        # Called by the garbage collector, possibly while this thread holds a lock: append only.
+        self._returned.append((raw, capacity))
+
+    def _collect(self) -> None:
+        while self._returned:
+            raw, capacity = self._returned.pop()
+            if self._pool.idle_bytes + capacity <= _POOL_LIMIT:
+                self._pool.free[capacity].append(raw)
+                self._pool.idle_bytes += capacity
+            else:
+                self._forget(raw)
+                self.counters.allocated_bytes -= capacity
+
+    def _forget(self, raw: Any) -> None:
+        for key in [k for k in list(self._bind_groups) if id(raw) in k[2:]]:
+            self._bind_groups.pop(key, None)
+
+    def _staging_buffer(self, size: int) -> Any:
+        if self._staging is None or self._staging.size < size:
+            self._staging = self._raw_buffer(_capacity(size), "MAP_READ | COPY_DST")
+        return self._staging
+
+    def _with_scratch(
+        self, program: Program, given: Mapping[str, DeviceBuffer]
+    ) -> Mapping[str, DeviceBuffer]:
+        if not program.scratch:
+            return given
+        # Freed when the recording is done: commands of later submits run after these.
+        return {**given, **{name: self.allocate(size) for name, size in program.scratch}}
+
+    def _prepare(self, launch: Launch, operands: Mapping[str, DeviceBuffer]) -> tuple:
+        pipeline = self._pipeline(launch.kernel)
+        block = np.zeros(pipeline.size // 4, np.uint32)
+        for name, value in (("workgroups", launch.workgroups), *launch.uniforms):
+            index, kind = pipeline.uniforms[name]
+            if kind == "f32":
+                block[index : index + 1].view(np.float32)[0] = value
+            elif kind == "i32":
+                block[index : index + 1].view(np.int32)[0] = value
+            else:
+                block[index] = value
+        names = dict(launch.operands)
+        buffers = [operands[names[binding.name]] for binding in launch.kernel.bindings]
+        return pipeline, block, buffers, self._grid(launch.workgroups)
+
+    def _grid(self, workgroups: int) -> tuple[int, int, int]:
+        limit = self.caps.workgroups_per_dimension
+        x = min(workgroups, limit)
+        y = min(-(-workgroups // x), limit)
+        z = -(-workgroups // (x * y))
+        if z > limit:
+            raise DeviceError(f"{workgroups} workgroups exceed three dimensions of {limit}")
+        return x, y, z
+
+    def _write_uniforms(self, blocks: list[np.ndarray]) -> None:
+        total = sum(_slots(b.nbytes) for b in blocks)
+        if total > self._uniforms.size:
+            self._uniforms = self._raw_buffer(_capacity(2 * total), "UNIFORM | COPY_DST")
+            self._bind_groups.clear()
+        arena = np.zeros(total // 4, np.uint32)
+        offset = 0
+        for block in blocks:
+            arena[offset // 4 : offset // 4 + block.size] = block
+            offset += _slots(block.nbytes)
+        self._queue.write_buffer(self._uniforms, 0, arena)
+
+    def _bind_group(self, pipeline: _Pipeline, offset: int, buffers: list[DeviceBuffer]) -> Any:
+        key = (id(pipeline), offset, *(part for b in buffers for part in (id(b.raw), b.binding_size)))
+        group = self._bind_groups.get(key)
+        if group is not None:
+            return group
+        entries = [
+            {
+                "binding": 0,
+                "resource": {"buffer": self._uniforms, "offset": offset, "size": pipeline.size},
+            }
+        ]
+        entries += [
+            {
+                "binding": index,
+                "resource": {"buffer": b.raw, "offset": 0, "size": b.binding_size},
+            }
+            for index, b in enumerate(buffers, start=1)
+        ]
+        group = self._device.create_bind_group(layout=pipeline.layout, entries=entries)
+        if len(self._bind_groups) >= 4096:
+            self._bind_groups.clear()
+        self._bind_groups[key] = group
+        self.counters.bind_groups += 1
+        return group
+
+    def _pipeline(self, kernel: Kernel) -> _Pipeline:
+        found = self._pipelines.get(kernel)
+        if found is not None:
+            return found
+        with self._guarded(f"compile {kernel.label}"):
+            if kernel not in self._pipelines:
+                self._pipelines[kernel] = self._compile(kernel)
+                self.counters.pipelines += 1
+            return self._pipelines[kernel]
+
+    def _compile(self, kernel: Kernel) -> _Pipeline:
+        if len(kernel.bindings) > self.caps.storage_buffers:
+            raise DeviceError(
+                f"{kernel.label} binds {len(kernel.bindings)} buffers; adapter {self.info.name!r}"
+                f" allows {self.caps.storage_buffers}"
+            )
+        if kernel.workgroup_size > self.caps.workgroup_invocations:
+            raise DeviceError(
+                f"{kernel.label} has {kernel.workgroup_size} invocations; adapter"
+                f" {self.info.name!r} allows {self.caps.workgroup_invocations}"
+            )
+        kinds = {"read": "read-only-storage", "read_write": "storage"}
+        entries = [{"binding": 0, "visibility": "COMPUTE", "buffer": {"type": "uniform"}}]
+        entries += [
+            {"binding": i, "visibility": "COMPUTE", "buffer": {"type": kinds[b.access]}}
+            for i, b in enumerate(kernel.bindings, start=1)
+        ]
+        layout = self._device.create_bind_group_layout(entries=entries)
+        module = self._device.create_shader_module(
+            label=kernel.label, code=render(kernel, self.caps.dialect)
+        )
+        raw = self._device.create_compute_pipeline(
+            label=kernel.label,
+            layout=self._device.create_pipeline_layout(bind_group_layouts=[layout]),
+            compute={"module": module, "entry_point": "main"},
+        )
+        fields = uniform_layout(kernel)
+        uniforms = {name: (index, kind) for index, (name, kind) in enumerate(fields)}
+        return _Pipeline(raw, layout, uniforms, max(16, -(-4 * len(fields) // 16) * 16))
+
+
+class _Guard:
+    """Holds the device's lock and turns what wgpu raises into our exceptions."""
+
+    def __init__(self, gpu: Gpu, doing: str):
+        self._gpu, self._doing = gpu, doing
+
+    def __enter__(self) -> None:
+        self._gpu._lock.acquire()
+        if self._gpu._lost is not None:
+            self._gpu._lock.release()
+            raise DeviceLostError(
+                f"device {self._gpu.info.name!r} is lost ({self._gpu._lost}); make a new session"
+            )
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._gpu._lock.release()
+        if error is None or isinstance(error, DeviceError) or not isinstance(error, Exception):
+            return
+        if not type(error).__module__.startswith(tuple(_PACKAGES.values())):
+            return
+        if "lost" in str(error).lower():
+            self._gpu._lost = str(error)
+            raise DeviceLostError(
+                f"device {self._gpu.info.name!r} was lost during {self._doing}: {error}"
+            ) from error
+        raise DeviceError(
+            f"device {self._gpu.info.name!r} refused to {self._doing}: {error}"
+        ) from error
+
+
+def _slots(nbytes: int) -> int:
+    return -(-nbytes // _UNIFORM_SLOT) * _UNIFORM_SLOT
+
+
+def _capacity(nbytes: int) -> int:
+    """The pool's size class: multiples of 256 up to 4 KiB, then eight steps to each doubling."""
+    step = max(256, 1 << max(0, nbytes.bit_length() - 4))
+    return max(step, -(-nbytes // step) * step)
+
+
+# -- adapters ------------------------------------------------------------------------------------
+
+_open_lock = threading.Lock()
+_open: dict[tuple[int, str, int], Gpu] = {}
+
+
+def _package(backend: str) -> Any | None:
+    try:
+        package = importlib.import_module(_PACKAGES[backend])
+    except ImportError:
+        return None
+    if backend == "dawn":
+        extras = importlib.import_module("wgpudawn.backends.dawn.extras")
+        toggles = ["allow_unsafe_apis", "vulkan_enable_f16_on_nvidia"]
+        try:
+            extras.set_instance_extras(
+                enable_toggles=toggles, disable_toggles=["timestamp_quantization"]
+            )
+        except RuntimeError:
+            pass  # the process made Dawn's instance before: it keeps the toggles it was given
+    return package
+
+
+def _list(backend: str) -> list[tuple[AdapterInfo, Any]]:
+    package = _package(backend)
+    if package is None:
+        return []
+    found = []
+    for raw in package.gpu.enumerate_adapters_sync():
+        about = raw.info
+        if about["backend_type"] in ("OpenGL", "OpenGLES"):
+            continue  # no compute shaders to speak of, and the same devices appear through Vulkan
+        name = about["device"] or about["description"] or about["vendor"]
+        driver = about["description"] or about["vendor"]
+        info = AdapterInfo(
+            len(found), name, backend, about["backend_type"], about["adapter_type"], driver
+        )
+        found.append((info, raw))
+    return found
+
+
+def adapters(backend: str = "auto") -> list[AdapterInfo]:
+    """The adapters that can be had, best first within each backend package.
+
+    `backend`: "wgpu" (wgpu-native), "dawn" (wgpudawn), or "auto" for both where installed.
+    """
+    return [info for name in _backends(backend) for info, _ in _list(name)]
+
+
+def _backends(backend: str) -> tuple[str, ...]:
+    if backend == "auto":
+        return tuple(_PACKAGES)
+    if backend not in _PACKAGES:
+        raise NoAdapterError(
+            f'backend={backend!r} is none of "auto", {", ".join(map(repr, _PACKAGES))}'
+        )
+    return (backend,)
+
+
+def open_gpu(adapter: str | int = "auto", backend: str = "auto") -> Gpu | None:
+    """The device for `adapter`, one per process and adapter; None for "none" or if "auto" has none.
+
+    `adapter`: "auto" (a hardware GPU, else a software one), "hardware", "software", "none", an index
+    of `adapters(backend)`, or part of an adapter's name, in any case. The environment variable
+    ORT_WEBGPU_ADAPTER stands in for "auto". Raises NoAdapterError where one was asked for.
+    """
+    if adapter == "auto":
+        adapter = os.environ.get("ORT_WEBGPU_ADAPTER", "auto")
+        if adapter.isdecimal():
+            adapter = int(adapter)
+    if adapter == "none":
+        return None
+    listed = [pair for name in _backends(backend) for pair in _list(name)]
+    chosen = _choose(adapter, listed)
+    if chosen is None:
+        if adapter == "auto":
+            return None
+        names = ", ".join(f"{i.name} ({i.backend}, {i.kind})" for i, _ in listed) or "none at all"
+        raise NoAdapterError(
+            f"no adapter fits adapter={adapter!r}, backend={backend!r}; there are: {names}."
+            ' Use adapter="auto" to take what there is, or "none" for the CPU'
+        )
+    info, raw = chosen
+    with _open_lock:
+        key = (os.getpid(), info.backend, info.index)
+        if key not in _open:
+            _open[key] = Gpu(info, raw, _package(info.backend))
+        return _open[key]
+
+
+def _choose(adapter: str | int, listed: list[tuple[AdapterInfo, Any]]) -> Any | None:
+    rank = {"DiscreteGPU": 0, "IntegratedGPU": 1, "Unknown": 2, "CPU": 3}
+    ordered = sorted(listed, key=lambda pair: rank.get(pair[0].kind, 2))
+    if isinstance(adapter, int):
+        return listed[adapter] if 0 <= adapter < len(listed) else None
+    if adapter == "hardware":
+        ordered = [pair for pair in ordered if not pair[0].software]
+    elif adapter == "software":
+        ordered = [pair for pair in ordered if pair[0].software]
+    elif adapter != "auto":
+        wanted = adapter.lower()
+        ordered = [p for p in ordered if wanted in f"{p[0].name} {p[0].driver}".lower()]
+    return ordered[0] if ordered else None
+
+
+def _request(info: AdapterInfo, adapter: Any) -> tuple[Any, Caps]:
+    """A device with every feature and limit that kernels can use, and its caps."""
+    available = set(adapter.features)
+    subgroup_feature = "subgroups" if info.backend == "dawn" else "subgroup"
+    wanted = {subgroup_feature, "shader-f16", "timestamp-query"}
+    if info.backend == "dawn":
+        wanted.add("chromium-experimental-subgroup-matrix")
+    features = sorted(wanted & available)
+    limits = {k: v for k, v in adapter.limits.items() if k in _LIMITS}
+    try:
+        device = adapter.request_device_sync(required_features=features, required_limits=limits)
+    except Exception as error:
+        raise NoAdapterError(
+            f"adapter {info.name!r} refused a device with features {features}: {error}"
+        ) from error
+    low = int(adapter.info.get("stackgroup_min_size") or adapter.info.get("subgroup_min_size") or 0)
+    high = int(
+        adapter.info.get("stackgroup_max_size") or adapter.info.get("subgroup_max_size") or 0
+    )
+    if subgroup_feature not in features:
+        low = high = 0
+    return device, Caps(
+        name=info.name,
+        backend=info.backend,
+        dialect="tint" if info.backend == "dawn" else "naga",
+        software=info.software,
+        workgroup_memory=limits["max-compute-workgroup-storage-size"],
+        workgroup_invocations=min(
+            limits["max-compute-invocations-per-workgroup"],
+            limits["max-compute-workgroup-size-x"],
+        ),
+        workgroups_per_dimension=limits["max-compute-workgroups-per-dimension"],
+        storage_buffers=limits["max-storage-buffers-per-shader-stage"],
+        storage_binding=limits["max-storage-buffer-binding-size"],
+        buffer_size=limits["max-buffer-size"],
+        offset_alignment=limits["min-storage-buffer-offset-alignment"],
+        subgroup_min=low,
+        subgroup_max=high,
+        f16="shader-f16" in features,
+        timestamps="timestamp-query" in features,
+        matrix_tiles=_matrix_tiles(adapter) if len(features) and "matrix" in str(features) else (),
+    )
+
+
+_LIMITS = (
+    "max-compute-workgroup-storage-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-size-x",
+    "max-compute-workgroups-per-dimension",
+    "max-storage-buffers-per-shader-stage",
+    "max-storage-buffer-binding-size",
+    "max-buffer-size",
+    "min-storage-buffer-offset-alignment",
+)
+
+
+def _matrix_tiles(adapter: Any) -> tuple[tuple[int, int, int, str, str], ...]:
+    extras = importlib.import_module("wgpudawn.backends.dawn.extras")
+    tiles = []
+    for config in extras.get_adapter_properties(adapter).get("subgroup_matrix_configs", ()):
+        about = config if isinstance(config, dict) else vars(config)
+        tiles.append(
+            (
+                about["m"],
+                about["n"],
+                about["k"],
+                str(about["component_type"]),
+                str(about["result_component_type"]),
+            )
+        )
+    return tuple(tiles)
