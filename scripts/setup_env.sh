@@ -65,13 +65,14 @@ setup_venv() {
     if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
         say "installing ort-webgpu[$1] into $VENV"
         "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check \
-            --editable "$ROOT[$1]" || return 1
+            --editable "${ROOT}[$1]" || return 1
         printf %s "$made_from" >"$stamp"
     fi
     # Without it the Vulkan loader's window system layers complain at each start
     if [ -z "${XDG_RUNTIME_DIR-}" ]; then
         XDG_RUNTIME_DIR=$VENV/run
-        mkdir -p -m 700 "$XDG_RUNTIME_DIR"
+        mkdir -p "$XDG_RUNTIME_DIR"
+        chmod 700 "$XDG_RUNTIME_DIR"
         export XDG_RUNTIME_DIR
     fi
 }
@@ -85,6 +86,7 @@ sys.exit(not adapters())' 2>/dev/null
 # setup_one_adapter: a WebGPU adapter of any kind, Mesa's software one where there is none.
 setup_one_adapter() {
     has_adapter && return 0
+    # shellcheck disable=SC2086
     if can_apt && apt_install $VULKAN_PACKAGES && has_adapter; then
         return 0
     fi
@@ -115,8 +117,9 @@ swiftshader_icd() {
 setup_test_adapters() {
     [ -z "${VK_DRIVER_FILES-}${VK_ICD_FILENAMES-}" ] || return 0
     if can_apt; then
-        lavapipe_icd >/dev/null || apt_install $VULKAN_PACKAGES
-        swiftshader_icd >/dev/null || apt_install libvulkan1 chromium
+        # shellcheck disable=SC2086
+        lavapipe_icd >/dev/null || apt_install $VULKAN_PACKAGES || true
+        swiftshader_icd >/dev/null || apt_install libvulkan1 chromium || true
     fi
     files=
     for name in lavapipe swiftshader; do
