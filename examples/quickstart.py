@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=HERE / "model", help="a genai model folder")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=60)
-    parser.add_argument("--adapter", default="auto", help="see `ort-webgpu devices`")
+    parser.add_argument("--adapter", default="auto", help='"auto", "software", part of a name, ...')
     args = parser.parse_args()
     path = args.model / "model.onnx"
 
