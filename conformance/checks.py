@@ -1,0 +1,99 @@
+"""Comparison of a candidate's outputs with what an oracle expects."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ort_webgpu.conformance.case import Array, Case, Expected
+from ort_webgpu.conformance.tolerances import Tolerance, tolerance_for
+
+__all__ = ["MismatchError", "compare_arrays", "compare_outputs", "problems"]
+
+
+class MismatchError(AssertionError):
+    """Outputs differ from the expected ones; the message holds every difference found."""
+
+
+@dataclass(frozen=True)
+class _Worst:
+    """The largest difference and where it is."""
+
+    absolute: float
+    relative: float
+    index: tuple[int, ...]
+    outside: int
+
+
+def compare_outputs(actual: Sequence[Array], expected: Expected, case: Case) -> None:
+    """Raise MismatchError unless `actual` (the wanted outputs, in order) matches `expected`.
+
+    Checks count, then shape, dtype and values of every output where the contract specifies them.
+    """
+    found = problems(actual, expected, case)
+    if found:
+        head = f"{case.name} (oracle: {expected.oracle}, source: {case.source})"
+        raise MismatchError("\n  ".join([head, *found]))
+
+
+def problems(actual: Sequence[Array], expected: Expected, case: Case) -> list[str]:
+    """Every difference as one line; empty when all is well."""
+    wanted = expected.wanted()
+    if len(actual) != len(wanted):
+        return [f"{len(actual)} outputs, expected {len(wanted)}"]
+    found = []
+    for name, got, (values, care) in zip(case.output_names(), actual, wanted, strict=True):
+        problem = compare_arrays(got, values, tolerance_for(values.dtype, case), care)
+        if problem is not None:
+            found.append(f"{name}: {problem}")
+    return found
+
+
+def compare_arrays(
+    actual: Array, expected: Array, tolerance: Tolerance, care: Array | None = None
+) -> str | None:
+    """None if `actual` matches, else what differs. NaN matches NaN, an infinity its own sign.
+
+    `care` is True where elements count (None: everywhere).
+    """
+    if actual.shape != expected.shape:
+        return f"shape {actual.shape}, expected {expected.shape}"
+    if actual.dtype != expected.dtype:
+        return f"dtype {actual.dtype}, expected {expected.dtype}"
+    if expected.size == 0:
+        return None
+    counted = np.ones(expected.shape, bool) if care is None else care
+    a, e = actual.astype(np.float64), expected.astype(np.float64)
+    worst = _worst(a, e, tolerance, counted)
+    if worst.outside == 0:
+        return None
+    nans = tuple(int((np.isnan(x) & counted).sum()) for x in (a, e))
+    infinities = tuple(int((np.isinf(x) & counted).sum()) for x in (a, e))
+    got, right = actual[worst.index], expected[worst.index]
+    return (
+        f"{worst.outside} of {int(counted.sum())} elements differ; max abs {worst.absolute:.3g}, "
+        f"max rel {worst.relative:.3g}, worst at {worst.index}: {got} instead of {right}; "
+        f"NaN {nans[0]} (expected {nans[1]}), Inf {infinities[0]} (expected {infinities[1]}); "
+        f"allowed {tolerance.absolute:g} + {tolerance.relative:g} * |expected|"
+    )
+
+
+def _worst(a: Array, e: Array, tolerance: Tolerance, counted: Array) -> _Worst:
+    same = (a == e) | (np.isnan(a) & np.isnan(e)) | ~counted
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = np.where(same, 0.0, np.abs(a - e))
+        excess = difference - (tolerance.absolute + tolerance.relative * np.abs(e))
+    # A NaN or infinity on one side only has no finite difference: it is the worst there is.
+    broken = ~same & ~(np.isfinite(a) & np.isfinite(e))
+    difference = np.where(broken, np.inf, difference)
+    outside = broken | (~same & (excess > 0))
+    ranked = np.where(outside, difference, -1.0)
+    index = np.unravel_index(int(ranked.argmax()), ranked.shape)
+    scale = np.abs(np.where(np.isfinite(e), e, 0.0))
+    relative = difference / np.maximum(scale, np.finfo(np.float32).tiny)
+    return _Worst(
+        float(difference.max()),
+        float(relative.max()),
+        tuple(int(i) for i in index),
+        int(outside.sum()),
+    )

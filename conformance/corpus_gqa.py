@@ -1,0 +1,203 @@
+"""The generated GroupQueryAttention corpus: float caches, quantized caches, window caches.
+
+Each part is a covering array over `GqaConfig`, in which every pair of parameter values that may
+stand together meets. Level "ci" has one array of each part, "full" has several different ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ort_webgpu.conformance.case import Case
+from ort_webgpu.conformance.cases_gqa import GqaConfig
+from ort_webgpu.conformance.covering import pairwise
+
+__all__ = ["generated_gqa_cases"]
+
+MAX_WORK = 6e6
+"""Multiply-accumulates of one case, QK and PV: keeps the corpus quick on software adapters."""
+
+_FULL_ROTATIONS = 4
+
+_FLOAT: dict[str, Sequence[Any]] = {
+    "phase": (
+        "prompt", "decode", "decode_static", "chunk", "prompt_static", "shared", "chunk_queries",
+        "chunk_static", "prompt_empty", "shared_prompt", "single",
+    ),
+    "head_size": (64, 32, 128, 80, 16, 96, 8, 40, 72, 256),
+    "length": (33, 5, 70, 17, 130, 47),
+    "group": (2, 1, 4, 3, 8),
+    "rotary": ("half", "off", "interleaved", "half_partial", "interleaved_partial"),
+    "bias": ("off", "BN", "11", "1N", "B1"),
+    "window": (-1, 20, 4, 1, 0),
+    "sink": ("off", "sink", "smooth", "both"),
+    "batch": (2, 1, 3),
+    "scale": ("default", "given", "negative"),
+    "output_qk": (0, 1, 2),
+    "kv_heads": (2, 1, 3),
+    "cache": ("same", "other"),
+    "dtype": ("f32", "f16"),
+    "ragged": (True, False),
+    "packed": (False, True),
+    "position_ids": (False, True),
+    "softcap": (0.0, 2.0),
+    "causal": (1, 0),
+    "presents": (True, False),
+    "in_place": (False, True),
+}  # fmt: skip
+
+_BEYOND_ORT: dict[str, Sequence[Any]] = {
+    "phase": ("chunk_batched", "decode", "prompt", "chunk", "decode_static", "prompt_static"),
+    "norm": ("each", "off", "one"),
+    "head_size": (64, 32, 128, 16, 96, 256),
+    "length": (33, 5, 70, 17),
+    "group": (2, 1, 4),
+    "rotary": ("half", "off", "interleaved", "half_partial"),
+    "bias": ("off", "BN", "11"),
+    "window": (-1, 20, 4),
+    "sink": ("off", "sink", "smooth"),
+    "batch": (2, 1, 3),
+    "kv_heads": (2, 1),
+    "cache": ("same", "other", "int8", "int4"),
+    "quant": ("tensor", "channel"),
+    "dtype": ("f32", "f16"),
+    "ragged": (True, False),
+    "packed": (False, True),
+    "position_ids": (False, True),
+    "softcap": (0.0, 2.0),
+    "causal": (1, 0),
+    "output_qk": (0, 2),
+    "in_place": (False, True),
+}  # fmt: skip
+"""What ORT's CPU EP refuses: Q/K norm, and a chunk with batch > 1."""
+
+_QUANTIZED: dict[str, Sequence[Any]] = {
+    "phase": (
+        "decode_static", "prompt_empty", "chunk", "decode", "prompt_static", "chunk_static",
+        "chunk_queries", "shared", "shared_prompt", "single",
+    ),
+    "head_size": (64, 32, 128, 16, 80, 96, 256),
+    "length": (33, 5, 70, 17, 130),
+    "rotary": ("off", "half", "interleaved", "half_partial"),
+    "bias": ("off", "BN", "11"),
+    "window": (-1, 20, 4),
+    "group": (2, 1, 4),
+    "batch": (2, 1, 3),
+    "cache": ("int8", "int4"),
+    "quant": ("tensor", "channel"),
+    "sink": ("off", "sink", "smooth"),
+    "dtype": ("f32", "f16"),
+    "kv_heads": (2, 1),
+    "output_qk": (0, 2),
+    "ragged": (True, False),
+    "packed": (False, True),
+    "position_ids": (False, True),
+    "softcap": (0.0, 2.0),
+    "scale": ("default", "given"),
+    "causal": (1, 0),
+    "in_place": (False, True),
+}  # fmt: skip
+
+_WINDOW_CACHE: dict[str, Sequence[Any]] = {
+    "phase": ("decode_static", "chunk_static", "prompt_static"),
+    "length": (33, 5, 17, 70),
+    "window": (4, 16, 9),
+    "window_extra": (0, 3, 12),
+    "head_size": (32, 64, 128),
+    "rotary": ("half", "off", "interleaved_partial"),
+    "bias": ("off", "BN", "11"),
+    "cache": ("same", "int8", "int4"),
+    "quant": ("tensor", "channel"),
+    "group": (2, 1, 4),
+    "batch": (2, 1, 3),
+    "dtype": ("f32", "f16"),
+    "sink": ("off", "sink"),
+    "softcap": (0.0, 2.0),
+    "ragged": (True, False),
+    "packed": (False, True),
+    "in_place": (False, True),
+}  # fmt: skip
+
+
+def generated_gqa_cases(level: str) -> list[Case]:
+    """All generated GroupQueryAttention cases of a level."""
+    rotations = range(_FULL_ROTATIONS if level == "full" else 1)
+    cases: dict[str, Case] = {}
+    for part, parameters in enumerate((_FLOAT, _BEYOND_ORT, _QUANTIZED, _WINDOW_CACHE)):
+        for rotation in rotations:
+            rows = pairwise(parameters, _valid, rotation)
+            for i, row in enumerate(rows):
+                config = GqaConfig(**row)
+                cases.setdefault(config.name(), config.case(10_000 * part + 1000 * rotation + i))
+    return list(cases.values())
+
+
+def _valid(row: Mapping[str, Any]) -> bool:
+    """Whether a partial configuration can still become one that the contract allows."""
+    return all(rule(row) for rule in _RULES)
+
+
+def _batch_fits(row: Mapping[str, Any]) -> bool:
+    phase, batch = row.get("phase", ""), row.get("batch")
+    if batch is None:
+        return True
+    if phase in ("chunk", "chunk_static"):
+        return batch == 1
+    return batch > 1 or not (phase == "chunk_batched" or row.get("ragged", False))
+
+
+def _rotary_fits(row: Mapping[str, Any]) -> bool:
+    rotary, size = row.get("rotary", "off"), row.get("head_size", 32)
+    if rotary == "off":
+        return not (row.get("position_ids", False) and "rotary" in row)
+    return size % 16 == 0 and (size >= 32 or not rotary.endswith("partial"))
+
+
+def _phase_fits(row: Mapping[str, Any]) -> bool:
+    phase = row.get("phase", "")
+    ragged = row.get("ragged", False)
+    if phase.startswith("shared"):
+        if row.get("packed", False) or row.get("norm", "off") != "off":
+            return False
+    elif not row.get("presents", True) and phase not in ("", "prompt"):
+        return False
+    if phase == "chunk_queries" and not row.get("causal", 1):
+        return False
+    if phase in ("single", "chunk", "chunk_static") and ragged:
+        return False
+    if phase == "prompt" and row.get("cache", "same") != "same":
+        return False
+    return not (row.get("in_place", False) and phase in _GROWING)
+
+
+_GROWING = ("prompt", "prompt_empty", "decode", "chunk", "chunk_batched")
+"""Phases whose present has more rows than the past, so that they cannot share storage."""
+
+
+def _window_fits(row: Mapping[str, Any]) -> bool:
+    window, causal = row.get("window", -1), row.get("causal", 1)
+    if window >= 0 and not causal:
+        return False
+    # A right-padded prompt needs the full cache: ORT refuses it for a window cache.
+    ring = row.get("window_extra", -1) >= 0
+    return not (ring and row.get("phase") == "prompt_static" and row.get("ragged", False))
+
+
+def _presents_fit(row: Mapping[str, Any]) -> bool:
+    return row.get("presents", True) or not (row.get("in_place", False) or row.get("output_qk", 0))
+
+
+def _work_fits(row: Mapping[str, Any]) -> bool:
+    length, phase = row.get("length", 5), row.get("phase", "decode")
+    new = length if "prompt" in phase else 18 if phase.startswith("chunk") else 1
+    heads = row.get("group", 1) * row.get("kv_heads", 1) * row.get("batch", 1)
+    return 2 * new * (length + new) * heads * row.get("head_size", 8) <= MAX_WORK
+
+
+_RULES = (
+    _batch_fits,
+    _rotary_fits,
+    _phase_fits,
+    _window_fits,
+    _presents_fit,
+    _work_fits,
+)

@@ -1,0 +1,90 @@
+"""Covering arrays: rows in which every pair of parameter values meets at least once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+__all__ = ["pairwise", "uncovered"]
+
+
+def pairwise(
+    parameters: Mapping[str, Sequence[Any]],
+    valid: Callable[[Mapping[str, Any]], bool],
+    rotation: int = 0,
+) -> list[dict[str, Any]]:
+    """Rows {parameter: value} that cover every valid pair.
+
+    `valid` is asked about partial rows too and must accept a row whose missing parameters could
+    still make it valid. `rotation` turns each value list, which gives a different array of the
+    same strength.
+    """
+    try:
+        from allpairspy import AllPairs  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            "generated cases need allpairspy: pip install 'ort-webgpu[test]'"
+        ) from error
+    names = list(parameters)
+    values = []
+    for i, name in enumerate(names):
+        turn = (rotation * (i + 1)) % len(parameters[name])
+        values.append([*parameters[name][turn:], *parameters[name][:turn]])
+    pairs = AllPairs(values, filter_func=lambda row: valid(dict(zip(names, row, strict=False))))
+    rows = [dict(zip(names, row, strict=True)) for row in pairs]
+    # allpairspy stops at the first dead end, which constraints make likely; finish its array.
+    domain = dict(zip(names, values, strict=True))
+    open_pairs = uncovered(domain, valid, rows)
+    while open_pairs:
+        row = _complete(dict(min(open_pairs, key=repr)), domain, valid, open_pairs)
+        if row is None:
+            open_pairs.discard(min(open_pairs, key=repr))
+            continue
+        rows.append(row)
+        open_pairs -= _pairs(row)
+    return rows
+
+
+Pair = frozenset[tuple[str, Any]]
+
+
+def uncovered(
+    parameters: Mapping[str, Sequence[Any]],
+    valid: Callable[[Mapping[str, Any]], bool],
+    rows: Sequence[Mapping[str, Any]],
+) -> set[Pair]:
+    """Valid pairs of (parameter, value) that no row holds."""
+    covered = set().union(*(_pairs(row) for row in rows))
+    return {
+        pair
+        for one, other in combinations(parameters, 2)
+        for x, y in product(parameters[one], parameters[other])
+        if (pair := frozenset({(one, x), (other, y)})) not in covered and valid(dict(pair))
+    }
+
+
+def _pairs(row: Mapping[str, Any]) -> set[Pair]:
+    return {frozenset(pair) for pair in combinations(row.items(), 2)}
+
+
+def _complete(
+    partial: dict[str, Any],
+    domain: Mapping[str, Sequence[Any]],
+    valid: Callable[[Mapping[str, Any]], bool],
+    open_pairs: set[Pair],
+) -> dict[str, Any] | None:
+    """A full valid row that holds `partial`, greedy for open pairs; None if there is none."""
+    name = next((n for n in domain if n not in partial), None)
+    if name is None:
+        return {n: partial[n] for n in domain}
+
+    def gain(value: Any) -> int:
+        item = (name, value)
+        return sum(frozenset({item, other}) in open_pairs for other in partial.items())
+
+    for value in sorted(domain[name], key=gain, reverse=True):
+        candidate = {**partial, name: value}
+        if valid(candidate):
+            row = _complete(candidate, domain, valid, open_pairs)
+            if row is not None:
+                return row
+    return None
