@@ -21,6 +21,7 @@ from onnx import TensorProto, helper
 from ort_webgpu.graph_tools import reference_decoder as decoder
 from ort_webgpu.graph_tools import reference_packed as packed
 from ort_webgpu.graph_tools.nodes import Node
+from ort_webgpu.graph_tools.reference_beam import BEAM_SEARCH_OPS, grow_caches
 from ort_webgpu.graph_tools.reference_builder import MIN_OPSET, GraphBuilder
 from ort_webgpu.graph_tools.reference_types import element_types
 
@@ -152,9 +153,10 @@ def replace_unsupported(
 ) -> onnx.ModelProto:
     """A copy of `model` in which the nodes of the com.microsoft operators `ops` are expanded.
 
-    Nodes in bodies of control flow and of beam search count too; local functions that contain
-    such a node are inlined first. External data is neither loaded nor touched, so the result
-    belongs into the same directory. Everything else stays as it is.
+    Nodes in bodies of control flow and of beam search count too (a beam search then keeps its
+    caches as ORT does without such nodes); local functions that contain one are inlined first.
+    External data is neither loaded nor touched, so the result belongs into the same directory.
+    Everything else stays as it is.
 
     Raises ValueError as `expand` does.
     """
@@ -262,8 +264,7 @@ class _Rewriter:
         dtypes = element_types(graph, self._opsets, outer)
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
-            for body in _bodies(node):
-                self.rewrite(body, dtypes)
+            self._rewrite_bodies(node, dtypes)
             expansion = None
             if _is_wanted(node, self._ops):
                 expansion = expand(node, dtypes, self._opsets[""], self._prefix(node))
@@ -272,8 +273,17 @@ class _Rewriter:
             # `extend` copies, and must do so before the field that owns the nodes is cleared.
             rewritten = onnx.GraphProto()
             rewritten.node.extend(nodes)
-            del graph.node[:]
+            graph.ClearField("node")
             graph.node.extend(rewritten.node)
+
+    def _rewrite_bodies(self, node: onnx.NodeProto, dtypes: Mapping[str, int]) -> None:
+        is_search = node.domain == _CONTRIB and node.op_type in BEAM_SEARCH_OPS
+        if is_search and "DecoderMaskedMultiHeadAttention" in self._ops:
+            for attribute in node.attribute:
+                if attribute.name == "decoder":
+                    grow_caches(attribute.g, self._prefix(node), self._opsets[""])
+        for body in _bodies(node):
+            self.rewrite(body, dtypes)
 
     def _prefix(self, node: onnx.NodeProto) -> str:
         while True:

@@ -182,7 +182,7 @@ def group_query_attention_with_norm(
     float_cache = cache_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
     inputs[:3] = _split_query(b, node, counts)
     for i in (7, 8, 10, 11, *((3, 4) if float_cache else ())):
-        inputs[i] = b.f32(inputs[i]) if inputs[i] and elem_type != TensorProto.FLOAT else inputs[i]
+        inputs[i] = b.f32(inputs[i]) if inputs[i] else ""
     for i in (0, 1):
         if inputs[14 + i]:
             inputs[i] = _rms_norm(b, inputs[i], counts[i], inputs[14 + i], epsilons[i])

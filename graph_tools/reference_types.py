@@ -102,7 +102,7 @@ def _contrib_outputs(node: onnx.NodeProto, known: Mapping[str, int]) -> Iterable
 def _schema_outputs(
     node: onnx.NodeProto, schema: onnx.defs.OpSchema, known: Mapping[str, int]
 ) -> Iterable[tuple[str, int]]:
-    bound = {}
+    bound: dict[str, int] = {}
     for index, name in enumerate(node.input):
         if name in known and schema.inputs:
             formal = schema.inputs[min(index, len(schema.inputs) - 1)]

@@ -445,10 +445,27 @@ def test_relative_position_bias(opset, dtype, bidirectional):
 
 # ---------------------------------------------------------------- GQA with Q/K norm
 
-GQA = ["q", "k", "v", "pk", "pv", "len", "total", "cos", "sin", "", "ab", "sink", "", "", "qw", "kw"]
+GQA = [
+    "q",
+    "k",
+    "v",
+    "pk",
+    "pv",
+    "len",
+    "total",
+    "cos",
+    "sin",
+    "",
+    "ab",
+    "sink",
+    "",
+    "",
+    "qw",
+    "kw",
+]
 
 
-def gqa_case(rng, dtype, form, cache="float16", seq=4, past=0, size=16):
+def gqa_case(rng, dtype, form, seq=4, past=0, size=16):
     widths = {"q": 4 * size, "k": 2 * size, "v": 2 * size}
     rows = {name: normal(rng, dtype, 2, seq, width) for name, width in widths.items()}
     feeds = dict(rows)
@@ -495,7 +512,22 @@ def test_gqa_norm_against_ort_without_norm(dtype, opset, seq, past, form):
     want = on_ort("GroupQueryAttention", wiring, outputs, plain, **attributes)
     for name in outputs:
         assert got[name].dtype.name == dtype
-        np.testing.assert_allclose(got[name], want[name], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(
+            got[name], want[name], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+        )
+
+
+@pytest.mark.parametrize(("dtype", "cache"), [("float16", "float32"), ("float32", "float16")])
+def test_gqa_norm_with_a_cache_of_the_other_float_type(dtype, cache):
+    feeds, wiring = gqa_case(np.random.default_rng(28), dtype, "separate", seq=1, past=5)
+    feeds |= {name: feeds[name].astype(cache) for name in ("pk", "pv")}
+    attributes = {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}
+    got = single("GroupQueryAttention", wiring, ["y", "ok", "ov"], feeds, **attributes)
+    assert [got[n].dtype.name for n in ("y", "ok", "ov")] == [dtype, cache, cache]
+    plain = with_norms_applied(feeds, "separate", (1e-6, 1e-6))
+    want = on_ort("GroupQueryAttention", wiring[:14], ["y", "ok", "ov"], plain, **attributes)
+    for name in got:
+        np.testing.assert_allclose(got[name], want[name], rtol=5e-3, atol=5e-3)
 
 
 def test_gqa_norm_leaves_a_quantized_cache_alone():
@@ -535,7 +567,7 @@ def test_gqa_without_norm_has_no_expansion():
 
 def test_an_opset_that_lacks_the_operators_is_named():
     node = contrib_node("RestorePadding", ["x", "o"], ["y"])
-    with pytest.raises(ValueError, match="RestorePadding node 'node'.*opset 12.*has 11"):
+    with pytest.raises(ValueError, match=r"RestorePadding node 'node'.*opset 12.*has 11"):
         expand(node, {"x": TensorProto.FLOAT}, 11, "x/")
 
 
