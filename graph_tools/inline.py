@@ -48,6 +48,8 @@ def inline_functions(model: ModelFile, wanted: Wanted) -> ModelFile:
         return model
     shell = _without_weights(model.proto)
     shell.functions.extend(chosen)
+    for nodes in (shell.graph.node, *(f.node for f in shell.functions)):
+        _fill_defaults(nodes, {_key(f): f for f in chosen})
     inlined = inline_local_functions(shell)
     graph = model.proto.graph
     del inlined.graph.initializer[:], inlined.functions[:]
@@ -125,6 +127,20 @@ def _conflict(function: onnx.FunctionProto, imports: dict[str, int]) -> str:
                 "not inlined"
             )
     return ""
+
+
+def _fill_defaults(nodes, functions: dict[_Key, onnx.FunctionProto]) -> None:
+    """Write the defaults of attributes that a call leaves out into the call.
+
+    onnx's inliner (1.23) drops an attribute of the function's nodes instead of using its default.
+    """
+    for node in nodes:
+        function = functions.get((node.domain, node.op_type, node.overload))
+        if function is not None:
+            given = {attribute.name for attribute in node.attribute}
+            node.attribute.extend(a for a in function.attribute_proto if a.name not in given)
+        for _, graph in bodies(node):
+            _fill_defaults(graph.node, functions)
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
