@@ -3,6 +3,8 @@
 from functools import lru_cache
 
 from ort_webgpu.conformance.case import OPERATORS, Case, Expected, RejectCase
+from ort_webgpu.conformance.cases_dmmha import generated_dmmha_cases
+from ort_webgpu.conformance.cases_packed import generated_packed_cases
 from ort_webgpu.conformance.corpus_gqa import generated_gqa_cases
 
 __all__ = ["LEVELS", "OPERATORS", "Case", "Expected", "RejectCase", "corpus"]
@@ -21,4 +23,5 @@ def corpus(op_type: str | None = None, level: str = "ci") -> list[Case]:
 
 @lru_cache(maxsize=2)
 def _all_cases(level: str) -> tuple[Case, ...]:
-    return tuple(generated_gqa_cases(level))
+    makers = (generated_gqa_cases, generated_dmmha_cases, generated_packed_cases)
+    return tuple(case for make in makers for case in make(level))

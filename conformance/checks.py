@@ -63,7 +63,8 @@ def compare_arrays(
     if expected.size == 0:
         return None
     counted = np.ones(expected.shape, bool) if care is None else care
-    a, e = actual.astype(np.float64), expected.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # Unspecified elements may hold any bits.
+        a, e = actual.astype(np.float64), expected.astype(np.float64)
     worst = _worst(a, e, tolerance, counted)
     if worst.outside == 0:
         return None

@@ -1,5 +1,6 @@
 """Covering arrays: rows in which every pair of parameter values meets at least once."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -34,14 +35,46 @@ def pairwise(
     # allpairspy stops at the first dead end, which constraints make likely; finish its array.
     domain = dict(zip(names, values, strict=True))
     open_pairs = uncovered(domain, valid, rows)
+    used = Counter(item for row in rows for item in row.items())
     while open_pairs:
-        row = _complete(dict(min(open_pairs, key=repr)), domain, valid, open_pairs)
-        if row is None:
-            open_pairs.discard(min(open_pairs, key=repr))
-            continue
-        rows.append(row)
-        open_pairs -= _pairs(row)
+        pair = min(open_pairs, key=lambda pair: sorted(map(repr, pair)))
+        row = _complete(dict(pair), domain, valid, open_pairs, used)
+        open_pairs.discard(pair)  # A pair that no full row can hold is dropped.
+        if row is not None:
+            rows.append(row)
+            open_pairs -= _pairs(row)
+            used.update(row.items())
+    _balance(rows, domain, valid)
     return rows
+
+
+def _balance(
+    rows: list[dict[str, Any]],
+    domain: Mapping[str, Sequence[Any]],
+    valid: Callable[[Mapping[str, Any]], bool],
+) -> None:
+    """Give each parameter's values equal shares where no pair is lost by it, in place.
+
+    Pairs that more rows hold than needed otherwise pile up on the last value of each list.
+    """
+    pairs = Counter(pair for row in rows for pair in _pairs(row))
+    used = Counter(item for row in rows for item in row.items())
+    for row in rows:
+        for name, values in domain.items():
+            old = (name, row[name])
+            new = (name, min(values, key=lambda value: used[(name, value)]))
+            changed = {**row, name: new[1]}
+            if used[new] + 1 >= used[old] or not valid(changed):
+                continue
+            others = [item for item in row.items() if item[0] != name]
+            lost = [frozenset({old, item}) for item in others]
+            if any(pairs[pair] < 2 for pair in lost):
+                continue
+            pairs.subtract(lost)
+            pairs.update(frozenset({new, item}) for item in others)
+            used.subtract([old])
+            used.update([new])
+            row[name] = new[1]
 
 
 Pair = frozenset[tuple[str, Any]]
@@ -71,20 +104,25 @@ def _complete(
     domain: Mapping[str, Sequence[Any]],
     valid: Callable[[Mapping[str, Any]], bool],
     open_pairs: set[Pair],
+    used: Counter[tuple[str, Any]],
 ) -> dict[str, Any] | None:
-    """A full valid row that holds `partial`, greedy for open pairs; None if there is none."""
+    """A full valid row that holds `partial`, greedy for open pairs, then for rare values.
+
+    None if there is no such row.
+    """
     name = next((n for n in domain if n not in partial), None)
     if name is None:
         return {n: partial[n] for n in domain}
 
-    def gain(value: Any) -> int:
+    def gain(value: Any) -> tuple[int, int]:
         item = (name, value)
-        return sum(frozenset({item, other}) in open_pairs for other in partial.items())
+        met = sum(frozenset({item, other}) in open_pairs for other in partial.items())
+        return met, -used[item]
 
     for value in sorted(domain[name], key=gain, reverse=True):
         candidate = {**partial, name: value}
         if valid(candidate):
-            row = _complete(candidate, domain, valid, open_pairs)
+            row = _complete(candidate, domain, valid, open_pairs, used)
             if row is not None:
                 return row
     return None
