@@ -1,11 +1,12 @@
 """Sub-models: some nodes of a model as a model of their own, which ORT can load.
 
-ORT 1.32 takes initializers that are marked external from memory
-(`SessionOptions.add_external_initializers`): exactly those in `SubModel.weights`, each as an
-OrtValue over `Weight.array()`, are to be handed over that way. Nothing is loaded here.
+External data stays where it is: the sub-model names the files, and ORT maps them when the session
+option FOLDER_OPTION is set to `SubModel.folder`. Measured with ORT 1.32: a mapped weight takes no
+memory of its own in any session, while one given to `SessionOptions.add_external_initializers` is
+copied into each. So only large inline initializers are handed over that way, which keeps them out
+of `proto`. Nothing is loaded here.
 """
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ __all__ = ["FOLDER_OPTION", "SubModel", "extract", "type_from_node_arg"]
 # ORT session option: the folder that external data of a model given as bytes is relative to.
 FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
-# Larger inline initializers are handed over in memory, so that segments share them.
-_SHARED_BYTES = 64 * 1024
+# Larger inline initializers are handed over in memory instead of being serialized once more.
+_LARGE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,11 @@ class SubModel:
         proto: the model; below 2 GB, since weights are left out.
         inputs: values that must be fed, in the order of the proto's graph inputs.
         outputs: values it makes.
-        weights: initializers to hand over in memory, all of them and no others.
+        weights: large inline initializers, each to be given as an OrtValue over `Weight.array()` to
+            `SessionOptions.add_external_initializers`: all of them and no others, or ORT refuses.
         overridable: initializers that are graph inputs too and may be fed.
-        folder: value for the session option FOLDER_OPTION; None where no data file is referred to.
+        folder: value for the session option FOLDER_OPTION, the same for all sub-models of a model;
+            None where no data file is named.
     """
 
     proto: onnx.ModelProto
@@ -99,8 +102,8 @@ def extract(
         if name in model.value_types:
             graph.value_info.add(name=name).type.CopyFrom(_open_type(model.value_types[name]))
     _annotate(model, graph, made | set(outside), stored)
+    folder = model.data_folder if _add_data_files(model, sub, stored) else None
     weights = _add_initializers(model, graph, stored)
-    folder = _reroot(model, sub)
     return SubModel(sub, inputs, tuple(outputs), weights, overridable, folder)
 
 
@@ -197,46 +200,44 @@ def _annotate(model: ModelFile, graph, names: set[str], stored: set[str]) -> Non
 
 
 def _add_initializers(model: ModelFile, graph, stored: set[str]) -> tuple[Weight, ...]:
-    """Add the initializers `stored`; returns those left out, to be handed over in memory."""
+    """Add the inline initializers among `stored`; returns those to be handed over in memory."""
     weights = []
     for name, weight in model.weights.items():
-        if name not in stored:
+        if name not in stored or weight.external:
             continue
-        if weight.dtype is not None and (weight.external or weight.length > _SHARED_BYTES):
-            marker = graph.initializer.add(
-                name=name,
-                dims=weight.shape,
-                data_type=weight.elem_type,
-                data_location=TensorProto.EXTERNAL,
-            )
-            marker.external_data.add(key="location", value="handed-over-in-memory")
-            weights.append(weight)
-        else:
+        if weight.dtype is None or weight.length <= _LARGE_BYTES:
             graph.initializer.append(weight.tensor)
+            continue
+        weights.append(weight)
+        marker = graph.initializer.add(
+            name=name,
+            dims=weight.shape,
+            data_type=weight.elem_type,
+            data_location=TensorProto.EXTERNAL,
+        )
+        marker.external_data.add(key="location", value="handed-over-in-memory")
     graph.sparse_initializer.extend(s for n, s in model.sparse.items() if n in stored)
     return tuple(weights)
 
 
-def _reroot(model: ModelFile, sub: onnx.ModelProto) -> Path | None:
-    """Point what still lies in data files to them, relative to one folder, which is returned.
+def _add_data_files(model: ModelFile, sub: onnx.ModelProto, stored: set[str]) -> bool:
+    """Add the external initializers among `stored`; returns whether `sub` names any data file.
 
-    That is data of bodies, of attributes, and of element types that numpy lacks.
+    Locations, those in bodies and attributes too, become relative to the model's data folder.
     """
-    handed = "handed-over-in-memory"
-    found = [t for t in sub.graph.initializer if external(t) and _location(t).value != handed]
-    found += [t for t in tensors(sub.graph.node) if external(t)]
-    found += [t for f in sub.functions for t in tensors(f.node) if external(t)]
-    if not found:
-        return None
-    files = [model.locate(tensor)[0] for tensor in found]
-    folder = Path(os.path.commonpath([file.parent for file in files]))
-    for tensor, file in zip(found, files, strict=True):
-        _location(tensor).value = file.relative_to(folder).as_posix()
-    return folder
-
-
-def _location(tensor: TensorProto) -> onnx.StringStringEntryProto:
-    return next(entry for entry in tensor.external_data if entry.key == "location")
+    sub.graph.initializer.extend(
+        weight.tensor
+        for name, weight in model.weights.items()
+        if name in stored and weight.external
+    )
+    found = list(sub.graph.initializer)
+    for nodes in (sub.graph.node, *(function.node for function in sub.functions)):
+        found.extend(tensor for tensor in tensors(nodes) if external(tensor))
+    for tensor in found:
+        file = model.locate(tensor)[0]
+        entry = next(entry for entry in tensor.external_data if entry.key == "location")
+        entry.value = file.relative_to(model.data_folder).as_posix()
+    return bool(found)
 
 
 def _called_functions(model: onnx.ModelProto, nodes) -> list[onnx.FunctionProto]:

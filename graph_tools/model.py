@@ -194,6 +194,8 @@ class ModelFile:
         value_types: types of graph inputs, outputs, value_info and initializers by name.
         inputs, outputs: names of the graph's inputs (without initializers) and outputs.
         overridable: initializers that are graph inputs too, in the order of the graph's inputs.
+        data_folder: the real folder that holds all files of external data; None where there are
+            none. Unlike `base_dir` it lies behind any links.
     """
 
     def __init__(self, proto: onnx.ModelProto, path: Path | None, base_dir: Path | None):
@@ -203,8 +205,8 @@ class ModelFile:
         graph = proto.graph
         self.nodes = tuple(Node.from_proto(node, i) for i, node in enumerate(graph.node))
         self._resolved: dict[str, Path] = {}
-        for tensor in tensors(graph.node):
-            if external(tensor):
+        for nodes in (graph.node, *(function.node for function in proto.functions)):
+            for tensor in filter(external, tensors(nodes)):
                 self.locate(tensor)
         self.weights: Mapping[str, Weight] = {t.name: self._weight(t) for t in graph.initializer}
         self.sparse: Mapping[str, onnx.SparseTensorProto] = {
@@ -215,6 +217,8 @@ class ModelFile:
         self.inputs = tuple(v.name for v in graph.input if v.name not in stored)
         self.overridable = tuple(v.name for v in graph.input if v.name in stored)
         self.outputs = tuple(v.name for v in graph.output)
+        parents = [file.parent for file in self._resolved.values()]
+        self.data_folder = Path(os.path.commonpath(parents)) if parents else None
 
     @classmethod
     def open(

@@ -33,7 +33,7 @@ def options(optimize: bool = True) -> ort.SessionOptions:
 
 
 def load(sub: SubModel, optimize: bool = True) -> ort.InferenceSession:
-    """An ORT session for a sub-model, its weights handed over as views of mapped files."""
+    """An ORT session for a sub-model, set up as `SubModel` asks for."""
     sess_options = options(optimize)
     if sub.weights:
         names = [weight.name for weight in sub.weights]
