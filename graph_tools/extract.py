@@ -225,6 +225,8 @@ def _add_data_files(model: ModelFile, sub: onnx.ModelProto, stored: set[str]) ->
 
     Locations, those in bodies and attributes too, become relative to the model's data folder.
     """
+    if model.data_folder is None:
+        return False
     sub.graph.initializer.extend(
         weight.tensor
         for name, weight in model.weights.items()

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # Element types that numpy has itself. The others (bfloat16, float8, int4, strings) stay in a proto.
-_NUMPY = {
+_NUMPY: dict[int, np.dtype] = {
     TensorProto.FLOAT: np.dtype(np.float32),
     TensorProto.DOUBLE: np.dtype(np.float64),
     TensorProto.FLOAT16: np.dtype(np.float16),
