@@ -1,14 +1,27 @@
 """Comparison of a candidate's outputs with what an oracle expects."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from ort_webgpu.conformance.case import Array, Case, Expected
+from ort_webgpu.conformance.case import Array, Case, Expected, RejectCase
 from ort_webgpu.conformance.tolerances import Tolerance, tolerance_for
+from ort_webgpu.errors import OrtWebGpuError
 
-__all__ = ["MismatchError", "compare_arrays", "compare_outputs", "problems"]
+__all__ = ["MismatchError", "check_rejected", "compare_arrays", "compare_outputs", "problems"]
+
+REFUSALS = (
+    OrtWebGpuError,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+"""What a refusal may raise: our exceptions, or ORT's where ORT itself finds the fault."""
 
 
 class MismatchError(AssertionError):
@@ -47,6 +60,34 @@ def problems(actual: Sequence[Array], expected: Expected, case: Case) -> list[st
         if problem is not None:
             found.append(f"{name}: {problem}")
     return found
+
+
+def check_rejected(make_session: Callable[[bytes], Any], case: RejectCase) -> Exception:
+    """Return the refusal of `case`, or raise MismatchError.
+
+    `make_session` takes the serialized model. A "model" case must fail there, an "input" case
+    only at run. Our own exceptions must mention one of the case's culprits.
+    """
+    try:
+        session = make_session(case.model().SerializeToString())
+    except REFUSALS as error:
+        if case.kind == "input":
+            raise MismatchError(f"{case.name}: refused at creation, not at run: {error}") from error
+        return _mentioning(error, case)
+    if case.kind == "model":
+        raise MismatchError(f"{case.name}: the session was created, expected a refusal")
+    try:
+        session.run(None, case.feeds())
+    except REFUSALS as error:
+        return _mentioning(error, case)
+    raise MismatchError(f"{case.name}: ran, expected a refusal ({case.source})")
+
+
+def _mentioning(error: Exception, case: RejectCase) -> Exception:
+    if isinstance(error, OrtWebGpuError) and not any(word in str(error) for word in case.mentions):
+        wanted = " or ".join(case.mentions)
+        raise MismatchError(f"{case.name}: the error does not mention {wanted}: {error}") from error
+    return error
 
 
 def compare_arrays(

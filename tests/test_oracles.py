@@ -1,11 +1,24 @@
 """The corpus and its oracles are right: numpy agrees with ORT's CPU EP wherever ORT can serve."""
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from ort_webgpu.conformance import corpus_gqa
-from ort_webgpu.conformance.cases import OPERATORS, Case, Expected, corpus
-from ort_webgpu.conformance.checks import MismatchError, compare_arrays, compare_outputs
+from ort_webgpu.conformance.cases import (
+    OPERATORS,
+    Case,
+    Expected,
+    RejectCase,
+    corpus,
+    rejections,
+)
+from ort_webgpu.conformance.checks import (
+    MismatchError,
+    check_rejected,
+    compare_arrays,
+    compare_outputs,
+)
 from ort_webgpu.conformance.covering import pairwise, uncovered
 from ort_webgpu.conformance.oracles import (
     numpy_oracle,
@@ -19,6 +32,15 @@ from ort_webgpu.conformance.tolerances import DEFAULT
 CASES = corpus()
 ON_ORT = [case for case in CASES if why_not_on_ort(case) is None]
 PACKED = [case for case in CASES if case.op_type.startswith("Packed")]
+
+
+REJECTED_BY_ORT = [case for case in rejections() if case.ort == "rejects"]
+
+
+def ort_session(model: bytes) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def outputs_of(expected: Expected) -> list[np.ndarray]:
@@ -139,3 +161,23 @@ def test_comparison_treats_nan_inf_and_unspecified_elements() -> None:
 def test_integers_must_be_exact() -> None:
     right = np.array([1000000], np.int32)
     assert compare_arrays(right + 1, right, DEFAULT["int32"]) is not None
+
+
+@pytest.mark.parametrize("case", REJECTED_BY_ORT, ids=str)
+def test_ort_refuses_what_the_corpus_says(case: RejectCase) -> None:
+    check_rejected(ort_session, case)
+
+
+@pytest.mark.parametrize("op_type", OPERATORS)
+def test_rejections_are_many_and_named(op_type: str) -> None:
+    cases = rejections(op_type)
+    assert len({case.name for case in cases}) == len(cases) >= 3
+    assert all(case.mentions for case in cases)
+
+
+def test_a_valid_node_is_no_rejection() -> None:
+    valid = corpus("GroupQueryAttention")[0]
+    fields = {name: getattr(valid, name) for name in ("name", "op_type", "attributes", "inputs")}
+    case = RejectCase(**fields, wanted=valid.wanted, kind="input", mentions=("nothing",))
+    with pytest.raises(MismatchError, match="ran, expected a refusal"):
+        check_rejected(ort_session, case)
