@@ -1,0 +1,34 @@
+"""ort-webgpu: the attention operators of ONNX models on WebGPU, the rest on ORT's CPU EP."""
+
+from ort_webgpu._version import __version__
+from ort_webgpu.device import AdapterInfo
+from ort_webgpu.device import adapters as devices
+from ort_webgpu.errors import (
+    DeviceError,
+    DeviceLostError,
+    DeviceMemoryError,
+    InvalidInputError,
+    InvalidModelError,
+    NoAdapterError,
+    NotOffloadedError,
+    OrtWebGpuError,
+)
+from ort_webgpu.explain import Explanation, Row
+from ort_webgpu.session import WebGPUSession
+
+__all__ = [
+    "AdapterInfo",
+    "DeviceError",
+    "DeviceLostError",
+    "DeviceMemoryError",
+    "Explanation",
+    "InvalidInputError",
+    "InvalidModelError",
+    "NoAdapterError",
+    "NotOffloadedError",
+    "OrtWebGpuError",
+    "Row",
+    "WebGPUSession",
+    "__version__",
+    "devices",
+]

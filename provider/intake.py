@@ -1,0 +1,93 @@
+"""Intake: feeds of a run as ORT takes them, and ORT's own errors for those that it does not."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from ort_webgpu.values import DTYPES, Held
+
+__all__ = ["Intake"]
+
+
+class _Expected:
+    """What a graph input takes: numpy dtype (None: no numeric tensor), rank and fixed dims."""
+
+    __slots__ = ("dims", "dtype", "kind", "rank")
+
+    def __init__(self, arg: Any):
+        self.kind: str = arg.type
+        name = DTYPES.get(arg.type)
+        self.dtype = np.dtype(name) if name else None
+        # ORT writes [] for a scalar and for an unknown rank, and checks neither
+        self.rank = len(arg.shape)
+        dims = [(i, d) for i, d in enumerate(arg.shape) if isinstance(d, int) and d >= 0]
+        self.dims = tuple(dims)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        if not self.rank:
+            return True
+        return len(shape) == self.rank and all(shape[i] == dim for i, dim in self.dims)
+
+
+class Intake:
+    """Turns feeds into `Held` values.
+
+    What is not plainly right is first run through `session`, the stand-in, which takes and refuses
+    what the model's own session would, in ORT's words.
+    """
+
+    def __init__(self, session: Any, inputs: Sequence[Any], overridable: Sequence[Any]):
+        self._session = session
+        self._expected = {arg.name: _Expected(arg) for arg in (*inputs, *overridable)}
+        optional = {arg.name for arg in inputs if arg.type.startswith("optional")}
+        self._optional = frozenset(optional)
+        self.required = frozenset(arg.name for arg in inputs) - self._optional
+
+    def take(
+        self, names: tuple[str, ...], feeds: Mapping[str, Any], outputs: tuple[str, ...]
+    ) -> dict[str, Held]:
+        """The feeds of a run for the outputs `names`; raises what ORT raises."""
+        held: dict[str, Held] = {}
+        odd = {}
+        for name, value in feeds.items():
+            taken = self._plain(name, value)
+            if taken is None:
+                odd[name] = value
+            else:
+                held[name] = taken
+        if odd or (names is not outputs and not set(names).issubset(outputs)):
+            self._session.run(list(names), dict(feeds), None)
+            held |= {name: self._converted(name, value) for name, value in odd.items()}
+        for name in self._optional - feeds.keys():
+            held[name] = Held.of_nothing()
+        return held
+
+    def _plain(self, name: str, value: Any) -> Held | None:
+        """The value if it needs no second look."""
+        expected = self._expected.get(name)
+        if expected is None:
+            return None
+        if isinstance(value, np.ndarray):
+            if value.dtype == expected.dtype and expected.fits(value.shape):
+                return Held.of_array(np.asarray(value))
+        elif isinstance(value, onnxruntime.OrtValue):
+            raw = value._get_c_value()
+            if (
+                raw.is_tensor()
+                and raw.data_type() == expected.kind
+                and raw.device_name() == "cpu"
+                and expected.fits(raw.shape())
+            ):
+                return Held.of_ort(raw)
+        return None
+
+    def _converted(self, name: str, value: Any) -> Held:
+        """A value that ORT took: nested lists of numbers become a tensor of the input's type."""
+        expected = self._expected[name]
+        if isinstance(value, onnxruntime.OrtValue):
+            return Held.of_ort(value._get_c_value()) if value.has_value() else Held.of_nothing()
+        if expected.dtype is not None:
+            return Held.of_array(np.asarray(value, expected.dtype))
+        return Held.of_python(value)

@@ -1,0 +1,268 @@
+"""Plan: a model as steps, CPU sessions and device submits in turn, and the run over them.
+
+A plan is immutable once built; all that a run makes lives in its own environment (value name to
+`Held`), so several threads may run one plan at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+from onnxruntime import OrtValue
+
+from ort_webgpu.device import Gpu
+from ort_webgpu.errors import NotOffloadedError
+from ort_webgpu.explain import NOT_RUN, AssignedNode, AssignedSubgraph, Row
+from ort_webgpu.graph_tools import (
+    Stage,
+    needed_outputs,
+    partition,
+    type_from_node_arg,
+)
+from ort_webgpu.graph_tools.reference import EXPANDABLE
+from ort_webgpu.placement import Placement, needs_expansion
+from ort_webgpu.profiling import PROVIDER, DeviceEvents
+from ort_webgpu.segments import SegmentFactory
+from ort_webgpu.steps import Choice, Chooser, CpuStep, Env, GpuNode, GpuStep
+from ort_webgpu.values import Held, fetch, to_host
+
+__all__ = ["Kinds", "Plan", "build_plan"]
+
+Kinds = Mapping[str, tuple[str, list[Any]]]
+"""Type string and shape of each value that a node makes, as ORT's NodeArg has them."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One step of a schedule: what it hands out, and which values nobody reads after it."""
+
+    step: CpuStep | GpuStep
+    work: tuple[Any, ...]
+    as_objects: bool
+    dropped: tuple[str, ...]
+
+
+@dataclass
+class Plan:
+    """Steps in order. `constants` are initializers that device nodes or the caller read."""
+
+    steps: tuple[CpuStep | GpuStep, ...]
+    constants: dict[str, Held]
+    gpu: Gpu
+    placement: Placement
+    events: DeviceEvents | None = None
+    _schedules: dict[tuple, tuple[_Entry, ...]] = field(default_factory=dict)
+
+    @property
+    def sessions(self) -> list[Any]:
+        """The ORT sessions, in the order they run."""
+        return [step.segment.session for step in self.steps if isinstance(step, CpuStep)]
+
+    @property
+    def gpu_nodes(self) -> dict[str, GpuNode]:
+        """Offloaded nodes by name."""
+        steps = (step for step in self.steps if isinstance(step, GpuStep))
+        return {one.node.name: one for step in steps for one in step.nodes}
+
+    def run(
+        self,
+        feeds: Mapping[str, Held],
+        names: tuple[str, ...],
+        run_options: Any = None,
+        ort_values: bool = False,
+    ) -> list[Held]:
+        """The values `names` for the graph inputs `feeds`; steps that they don't need are skipped.
+
+        `names` must be outputs of the model. `ort_values`: the caller wants no Python object for a
+        sequence, map or optional. Errors are those of ORT and of the operators.
+        """
+        key = (names, ort_values)
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            schedule = self._schedules[key] = self._schedule(names, ort_values)
+        env: Env = {**self.constants, **feeds}
+        for entry in schedule:
+            if isinstance(entry.step, CpuStep):
+                entry.step.run(env, entry.work, entry.as_objects, run_options)
+            else:
+                entry.step.run(env, entry.work, run_options)
+            for name in entry.dropped:
+                env.pop(name, None)
+        return [env[name] for name in names]
+
+    def fetch(
+        self, feeds: Mapping[str, Held], names: tuple[str, ...], held: list[Held]
+    ) -> list[Any]:
+        """`held`, as `run` gave them for `names`, as the caller gets them: its own to change."""
+        return fetch(held, self._borrowed(feeds, names))
+
+    def fetch_ort(
+        self, feeds: Mapping[str, Held], names: tuple[str, ...], held: list[Held]
+    ) -> list[OrtValue]:
+        """As `fetch`, each as an OrtValue."""
+        to_host(held)
+        borrowed = self._borrowed(feeds, names)
+        owned = [Held.of_array(h.host().copy()) if i in borrowed else h for i, h in enumerate(held)]
+        return [OrtValue(h.ort(), h.array) for h in owned]
+
+    def assignment(self) -> list[Any]:
+        """ORT's records of its sessions, and ours of the device, as ORT's objects look."""
+        subgraphs = [g for s in self.sessions for g in s.get_provider_graph_assignment_info()]
+        nodes = [
+            AssignedNode(one.node.domain, one.node.name, one.node.op_type)
+            for one in self.gpu_nodes.values()
+        ]
+        return [*subgraphs, AssignedSubgraph(PROVIDER, tuple(nodes))]
+
+    def _borrowed(self, feeds: Mapping[str, Held], names: tuple[str, ...]) -> frozenset[int]:
+        """Positions of values whose memory is a feed's, an initializer's or an earlier result's."""
+        return frozenset(
+            i
+            for i, name in enumerate(names)
+            if name in feeds or name in self.constants or name in names[:i]
+        )
+
+    def rows(self) -> list[Row]:
+        """One row for each candidate node."""
+        rows = []
+        for one in self.gpu_nodes.values():
+            choice = one.choice
+            placed, why = "webgpu", "offloaded"
+            route = NOT_RUN if choice is None else choice.route.name if choice.route else None
+            if one.moved is not None:
+                placed, why, route = "cpu", one.moved, None
+            rejected = dict(choice.rejected) if choice else {}
+            rows.append(Row(one.node.name, one.node.op_type, placed, route, why, rejected))
+        return rows
+
+    def _schedule(self, names: tuple[str, ...], ort_values: bool) -> tuple[_Entry, ...]:
+        needed = set(names)
+        entries: list[tuple[CpuStep | GpuStep, tuple[Any, ...], bool, set[str]]] = []
+        for step in reversed(self.steps):
+            made = frozenset(needed.intersection(step.outputs))
+            if not made:
+                continue
+            if isinstance(step, CpuStep):
+                work = tuple(name for name in step.outputs if name in made)
+                as_objects = not ort_values and not step.objects.isdisjoint(names)
+            else:
+                work, as_objects = step.needed(made), False
+            read = step.reads(made)
+            needed |= read
+            entries.append((step, work, as_objects, read))
+        kept, dropped = set(names), []
+        for _, _, _, read in entries:
+            dropped.append(tuple(read - kept))
+            kept |= read
+        return tuple(
+            _Entry(step, work, as_objects, last)
+            for (step, work, as_objects, _), last in reversed(
+                list(zip(entries, dropped, strict=True))
+            )
+        )
+
+
+def build_plan(
+    factory: SegmentFactory,
+    placement: Placement,
+    kinds: Kinds,
+    gpu: Gpu,
+    forced: Mapping[str, str],
+    may_move: bool,
+) -> Plan:
+    """Cut the model of `factory` and make a session of each part.
+
+    `may_move`: a node that no route takes at run time goes to the CPU, else NotOffloadedError.
+    """
+    model = factory.model
+    stages = partition(model, frozenset(placement.offloaded))
+    types = {n: _type(kind, shape, n in model.outputs) for n, (kind, shape) in kinds.items()}
+    simple = {name: kind for name, (kind, _) in kinds.items()}
+    profiling = factory.options is not None and factory.options.enable_profiling
+    events = DeviceEvents() if profiling else None
+    chooser = Chooser(gpu, forced)
+    twins = _Twins(factory, types, simple, may_move)
+
+    steps: list[CpuStep | GpuStep] = []
+    waiting: list[GpuNode] = []
+
+    def flush() -> None:
+        if waiting:
+            steps.append(GpuStep(tuple(waiting), gpu, chooser, twins.step, events))
+            waiting.clear()
+
+    for number, (stage, outputs) in enumerate(
+        zip(stages, needed_outputs(model, stages), strict=True)
+    ):
+        if outputs:
+            flush()
+            expanded = _expanded(factory, stage, simple, placement)
+            segment = factory.segment(stage.cpu, outputs, types, expanded, f"_segment{number}")
+            steps.append(CpuStep.of(segment))
+        waiting += [GpuNode.of(model.nodes[i], placement.offloaded[i]) for i in stage.gpu]
+    flush()
+    return Plan(tuple(steps), _constants(factory, steps), gpu, placement, events)
+
+
+def _type(kind: str, shape: Sequence[Any], declared: bool) -> onnx.TypeProto:
+    """The type of a segment's input. ORT refuses feeds that break fixed dims, and the dims that a
+    file declares for an output may be stale, which ORT only warns of: they are left open."""
+    if declared:
+        shape = [dim if isinstance(dim, str) else None for dim in shape]
+    return type_from_node_arg(kind, shape)
+
+
+def _expanded(
+    factory: SegmentFactory, stage: Stage, kinds: Mapping[str, str], placement: Placement
+) -> set[str]:
+    """Operators of a segment that ORT's CPU EP cannot run, those in bodies included."""
+    nodes = [factory.model.nodes[i] for i in stage.cpu]
+    found = {node.op_type for node in nodes if needs_expansion(node, kinds)}
+    if any(isinstance(value, onnx.GraphProto) for n in nodes for value in n.attributes.values()):
+        found |= EXPANDABLE
+    return found
+
+
+def _constants(factory: SegmentFactory, steps: Sequence[CpuStep | GpuStep]) -> dict[str, Held]:
+    """Initializers that are read outside of ORT sessions."""
+    model = factory.model
+    device = (one.node for step in steps if isinstance(step, GpuStep) for one in step.nodes)
+    read = {name for node in device for name in node.inputs} | set(model.outputs)
+    made = {name for step in steps for name in step.outputs}
+    found = {}
+    for name in read - made:
+        weight = model.weights.get(name)
+        if weight is not None and weight.dtype is not None:
+            found[name] = Held.of_weight(weight)
+    return found
+
+
+@dataclass
+class _Twins:
+    """CPU sessions of single offloaded nodes, made when the device turns one down at run time."""
+
+    factory: SegmentFactory
+    types: Mapping[str, onnx.TypeProto]
+    kinds: Mapping[str, str]
+    allowed: bool
+    made: dict[int, CpuStep] = field(default_factory=dict)
+
+    def step(self, one: GpuNode, choice: Choice) -> CpuStep:
+        """The step that runs `one` on the CPU. Raises NotOffloadedError where that is not wanted."""
+        reasons = "; ".join(f"{name}: {why}" for name, why in choice.rejected.items())
+        if not self.allowed:
+            raise NotOffloadedError(
+                f'{one.node}: no route takes this call ({reasons}) and fallback="error" forbids the'
+                ' CPU. Use fallback="cpu", other shapes, or another adapter'
+            )
+        step = self.made.get(one.node.index)
+        if step is None:
+            expanded = {one.node.op_type} if needs_expansion(one.node, self.kinds) else set()
+            outputs = [name for name in one.node.outputs if name]
+            segment = self.factory.segment(
+                [one.node.index], outputs, self.types, expanded, f"_node{one.node.index}"
+            )
+            step = self.made[one.node.index] = CpuStep.of(segment)
+        one.moved = f"no route took the last call: {reasons}"
+        return step

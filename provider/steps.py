@@ -1,0 +1,224 @@
+"""The two kinds of step of a plan. A step holds no state of a run, so threads may share it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ort_webgpu.device import DeviceBuffer, Gpu
+from ort_webgpu.errors import NotOffloadedError
+from ort_webgpu.graph_tools import Node
+from ort_webgpu.ops.spec import Call, OpSpec, Rejected, Route
+from ort_webgpu.profiling import DeviceEvents
+from ort_webgpu.segments import Segment
+from ort_webgpu.values import DeviceValue, Held, to_host
+from ort_webgpu.wgsl.kernel import Program
+
+__all__ = ["Choice", "Chooser", "CpuStep", "Env", "GpuNode", "GpuStep"]
+
+Env = dict[str, Held]
+Launchable = tuple[Program, Mapping[str, DeviceBuffer]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The route that runs a problem, and why those before it do not. No route: none accepts."""
+
+    route: Route | None
+    program: Program | None
+    rejected: dict[str, str]
+
+
+class Chooser:
+    """Picks routes, and remembers what it picked for equal problems.
+
+    `forced` maps operator types or node names to the only route that may run them.
+    """
+
+    _LIMIT = 1024
+
+    def __init__(self, gpu: Gpu, forced: Mapping[str, str]):
+        self._gpu = gpu
+        self._forced = dict(forced)
+        self._choices: dict[tuple, Choice] = {}
+
+    def choose(self, node: Node, spec: OpSpec, problem: Any) -> Choice:
+        """The first route of `spec` that accepts, or the forced one.
+
+        Raises NotOffloadedError where a forced route rejects the problem.
+        """
+        forced = self._forced.get(node.name) or self._forced.get(node.op_type)
+        key = (spec.op_type, forced, problem)
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._decide(spec, problem, forced)
+            if len(self._choices) >= self._LIMIT:
+                self._choices.clear()
+            self._choices[key] = choice
+        if choice.route is None and forced:
+            raise NotOffloadedError(
+                f"{node}: route {forced!r} was forced with routes= and does not take this call:"
+                f" {choice.rejected.get(forced)}. Leave it out of routes= to let another route run"
+            )
+        return choice
+
+    def _decide(self, spec: OpSpec, problem: Any, forced: str | None) -> Choice:
+        rejected = {}
+        for route in spec.routes:
+            if forced and route.name != forced:
+                continue
+            verdict = route.check(problem, self._gpu.caps)
+            if not isinstance(verdict, Rejected):
+                return Choice(route, route.program(problem, self._gpu.caps), rejected)
+            rejected[route.name] = verdict.reason
+        return Choice(None, None, rejected)
+
+
+@dataclass
+class CpuStep:
+    """One ORT session. `objects` are outputs that are Python objects to a caller who asks for them."""
+
+    segment: Segment
+    outputs: tuple[str, ...]
+    objects: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, segment: Segment) -> "CpuStep":
+        """The step that runs `segment`."""
+        objects = {n for n, kind in segment.kinds.items() if not kind.startswith("tensor(")}
+        strings = {n for n, kind in segment.kinds.items() if kind == "tensor(string)"}
+        return cls(segment, segment.outputs, frozenset(objects | strings))
+
+    def reads(self, needed: frozenset[str]) -> set[str]:
+        """What the step reads, whichever of its outputs are needed; overridable ones if fed."""
+        return {*self.segment.inputs, *self.segment.overridable}
+
+    def run(self, env: Env, outputs: Sequence[str], as_objects: bool, run_options: Any) -> None:
+        """Put `outputs` into `env`; as Python objects where the caller gets one that is no tensor."""
+        segment = self.segment
+        feeds = {name: env[name] for name in segment.inputs}
+        if segment.overridable:
+            feeds |= {name: env[name] for name in segment.overridable if name in env}
+        to_host(feeds.values())
+        # Only `run` takes Python objects, and an optional without a value crashes the other one.
+        if as_objects or any(held.is_python for held in feeds.values()):
+            given = {name: held.feed() for name, held in feeds.items()}
+            results = segment.session.run(outputs, given, run_options)
+            env.update(zip(outputs, map(Held.of_python, results), strict=True))
+            return
+        given = {name: held.ort() for name, held in feeds.items()}
+        values = segment.session.run_with_ort_values(given, outputs, run_options)
+        for name, value in zip(outputs, values, strict=True):
+            empty = name in self.objects and not value.has_value()
+            env[name] = Held.of_nothing(value) if empty else Held.of_ort(value)
+
+
+@dataclass
+class GpuNode:
+    """An offloaded node. `choice` is the one of its last run, for explain() only."""
+
+    node: Node
+    spec: OpSpec
+    inputs: tuple[tuple[str, bool], ...] = ()
+    outputs: frozenset[str] = frozenset()
+    choice: Choice | None = None
+    moved: str | None = None
+
+    @classmethod
+    def of(cls, node: Node, spec: OpSpec) -> "GpuNode":
+        """The node with what a run needs to know, looked up once."""
+        inputs = tuple((name, i in spec.host_inputs) for i, name in enumerate(node.inputs))
+        return cls(node, spec, inputs, frozenset(filter(None, node.outputs)))
+
+
+@dataclass
+class GpuStep:
+    """Offloaded nodes between two CPU steps, recorded together and submitted once.
+
+    `on_cpu` makes the CPU twin of a node that no route takes at run time.
+    """
+
+    nodes: tuple[GpuNode, ...]
+    gpu: Gpu
+    chooser: Chooser
+    on_cpu: Callable[[GpuNode, Choice], CpuStep]
+    events: DeviceEvents | None = None
+    outputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.outputs = tuple(n for one in self.nodes for n in one.node.outputs if n)
+
+    def needed(self, names: frozenset[str]) -> tuple[GpuNode, ...]:
+        """The nodes that the values `names` depend on, in order."""
+        wanted, nodes = set(names), []
+        for one in reversed(self.nodes):
+            if not wanted.isdisjoint(one.outputs):
+                nodes.append(one)
+                wanted.update(one.node.inputs)
+        return tuple(reversed(nodes))
+
+    def reads(self, needed: frozenset[str]) -> set[str]:
+        """What the nodes read that `needed` depends on."""
+        return {name for one in self.needed(needed) for name in one.node.inputs if name}
+
+    def run(self, env: Env, nodes: Sequence[GpuNode], run_options: Any) -> None:
+        """Put the outputs of `nodes` into `env`."""
+        pending: list[Launchable] = []
+        for one in nodes:
+            held = [env[name] if name else None for name, _ in one.inputs]
+            late = [h for h, (_, on_host) in zip(held, one.inputs, strict=True) if h and on_host]
+            if pending and any(h.on_device_only for h in late):
+                self.gpu.run(pending)
+                pending = []
+            to_host(late)
+            values = [
+                h.value(on_host) if h is not None else None
+                for h, (_, on_host) in zip(held, one.inputs, strict=True)
+            ]
+            call = one.spec.call(one.node, values, frozenset())
+            choice = one.choice = self.chooser.choose(one.node, one.spec, call.problem)
+            if choice.program is None:
+                self.gpu.run(pending)
+                pending = []
+                twin = self.on_cpu(one, choice)
+                twin.run(env, twin.outputs, False, run_options)
+                continue
+            one.moved = None
+            launchable = (choice.program, self._operands(one.node, call, held, env))
+            if self.events is None:
+                pending.append(launchable)
+            else:
+                self._measured(one, choice, launchable, env)
+        if pending:
+            self.gpu.run(pending)
+
+    def _operands(
+        self, node: Node, call: Call, held: Sequence[Held | None], env: Env
+    ) -> dict[str, DeviceBuffer]:
+        gpu = self.gpu
+        operands = {}
+        for operand, index in call.inputs.items():
+            one = held[index]
+            if one is not None:
+                operands[operand] = one.buffer(gpu)
+        for operand, array in call.arrays.items():
+            operands[operand] = gpu.upload(array)
+        for index, output in call.outputs.items():
+            buffer = gpu.allocate(output.spec.nbytes)
+            operands[output.operand] = buffer
+            if 0 <= index < len(node.outputs) and node.outputs[index]:
+                value = DeviceValue(gpu, buffer, output.spec)
+                env[node.outputs[index]] = Held.of_device(value)
+        return operands
+
+    def _measured(self, one: GpuNode, choice: Choice, launchable: Launchable, env: Env) -> None:
+        start = time.monotonic_ns()
+        if self.gpu.caps.timestamps:
+            duration = self.gpu.time([launchable])[0]
+        else:
+            self.gpu.run([launchable])
+            output = next(name for name in one.node.outputs if name)
+            to_host([env[output]])
+            duration = float(time.monotonic_ns() - start)
+        route = choice.route.name if choice.route else ""
+        self.events.add(one.node, route, start, duration)  # type: ignore[union-attr]
