@@ -73,10 +73,22 @@ class _Node:
     symbolic: bool = False
     qk_dtype: np.dtype[Any] | None = None
 
+    @property
+    def first(self) -> Array:
+        """The first input, which every operator needs; its dtype is the node's T."""
+        return self.require(OPERATORS[self.op_type][0][0])
+
     def input(self, name: str) -> Array | None:
         """The input called `name` in OPERATORS, None where absent."""
         position = OPERATORS[self.op_type][0].index(name)
         return self.inputs[position] if position < len(self.inputs) else None
+
+    def require(self, name: str) -> Array:
+        """The input called `name`; KeyError where this node has none."""
+        array = self.input(name)
+        if array is None:
+            raise KeyError(f"{self.name}: {self.op_type} case without input {name!r}")
+        return array
 
     def output_names(self) -> list[str]:
         """Names of the wanted outputs, in order: what `run(None, ...)` returns."""
@@ -106,7 +118,8 @@ class _Node:
             **self.attributes,
         )
         initializers = [
-            numpy_helper.from_array(self.inputs[i], in_names[i]) for i in sorted(self.baked)
+            numpy_helper.from_array(self.require(in_names[i]), in_names[i])
+            for i in sorted(self.baked)
         ]
         graph = helper.make_graph(
             [node],

@@ -229,8 +229,7 @@ class _Builder:
         if c.bits:
             inputs[12], inputs[13] = self._scales(), self._scales()
         if c.norm != "off":
-            inputs[14], inputs[15] = (1 + 0.3 * self._normal(c.head_size) for _ in range(2))
-            inputs[14], inputs[15] = (x.astype(self.dtype) for x in inputs[14:16])
+            inputs[14], inputs[15] = self._norm_weight(), self._norm_weight()
         if self.plan.queries is not None:
             inputs[16] = np.array(self.plan.queries, np.int32)
         case = self._record(inputs, source)
@@ -282,6 +281,10 @@ class _Builder:
 
     def _normal(self, *shape: int) -> Array:
         return self.rng.standard_normal(shape).astype(self.dtype)
+
+    def _norm_weight(self) -> Array:
+        spread = 0.3 * self.rng.standard_normal(self.config.head_size)
+        return np.add(1, spread).astype(self.dtype)
 
     def _qkv(self) -> tuple[Array, Array | None, Array | None]:
         c, s = self.config, self.plan.new
@@ -347,12 +350,11 @@ class _Builder:
 
     def _without_ties(self, case: Case) -> Case:
         """Redraw keys whose quantized byte would depend on the rounding of a float32 rotation."""
-        packed = case.inputs[1] is None
-        rows = case.inputs[0 if packed else 1]
+        rows = case.first if self.config.packed else case.require("key")
         for _ in range(40):
             unsure = ambiguous_bytes(case)
             if not unsure.any():
                 return case
-            fresh = self.rng.standard_normal(rows.shape).astype(self.dtype)
+            fresh = self._normal(*rows.shape)
             rows[unsure] = fresh[unsure]
         raise RuntimeError(f"{case.name}: keys keep falling on rounding ties; use another seed")

@@ -131,7 +131,7 @@ def _overflow() -> Iterator[Case]:
                 features=("h512", "decode" if past else "prompt"),
             )
     case = gqa("gqa-f32-inf-in-key", "public case N11", past=5, features=("decode", "nonfinite"))
-    past_key = case.input("past_key").copy()
+    past_key = case.require("past_key").copy()
     past_key[0, 0, 2, 3] = np.inf
     yield with_changes(case, case.name, case.source, past_key=past_key)
     yield gqa(
@@ -158,7 +158,9 @@ def _masks() -> Iterator[Case]:
         attributes={"softcap": 2.0},
         attention_bias=(3 * rng.standard_normal((1, 1, 2, 10))).astype(np.float32),
     )
-    stronger = {name: 5 * case.input(name) for name in ("query", "key", "past_key")}
+    stronger: dict[str, Array | None] = {
+        name: 5 * case.require(name) for name in ("query", "key", "past_key")
+    }
     yield with_changes(case, case.name, case.source, **stronger)
     lowest = float(np.finfo(np.float32).min)
     for label, value in (("inf", -np.inf), ("lowest", lowest), ("1e4", -1e4)):
@@ -185,16 +187,22 @@ def _masks() -> Iterator[Case]:
             features=("chunk", "bias", "masked_row"),
             attention_bias=prefix.astype(dtype),
         )
-    for sink in (np.array([2, -1, 0.5, 8], np.float32), None):
-        yield gqa(
-            f"gqa-f32-{'sink' if sink is not None else 'smooth'}-chunk",
-            "public case N5",
-            new=2,
-            past=8,
-            features=("chunk", "sink" if sink is not None else "smooth"),
-            attributes={} if sink is not None else {"smooth_softmax": 1},
-            head_sink=sink,
-        )
+    yield gqa(
+        "gqa-f32-sink-chunk",
+        "public case N5",
+        new=2,
+        past=8,
+        features=("chunk", "sink"),
+        head_sink=np.array([2, -1, 0.5, 8], np.float32),
+    )
+    yield gqa(
+        "gqa-f32-smooth-chunk",
+        "public case N5",
+        new=2,
+        past=8,
+        features=("chunk", "smooth"),
+        attributes={"smooth_softmax": 1},
+    )
 
 
 def _windows() -> Iterator[Case]:
@@ -291,7 +299,7 @@ def _heads() -> Iterator[Case]:
 
 def _shapes() -> Iterator[Case]:
     """S2, S3, S5, S7, S8, S10, S11: lengths and broadcasts that were read wrong."""
-    one = {"heads": 1, "kv_heads": 1}
+    one: dict[str, Any] = {"heads": 1, "kv_heads": 1}
     yield gqa("gqa-f32-static-last-row", "public case S2", past=4, lengths=(4,), **one)
     yield gqa("gqa-f32-static-second-row", "public case S2", past=4, lengths=(2,), **one)
     cos, sin = rotary_tables(16, 16, np.float32)
@@ -379,7 +387,7 @@ def _caches() -> Iterator[Case]:
     case = gqa("gqa-f32-stale-nan", "public case A4", past=32, lengths=(17,), features=("decode",))
     stale = {}
     for name in ("past_key", "past_value"):
-        stale[name] = case.input(name).copy()
+        stale[name] = case.require(name).copy()
         stale[name][:, :, 16:] = np.nan
     yield with_changes(case, case.name, case.source, **stale)
 
@@ -395,7 +403,7 @@ def _corners() -> Iterator[Case]:
         lengths=(7, 4),
         seqlens_k=np.array([[6, 3]], np.int32),
     )
-    ignored = {
+    ignored: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": -2.0},
         "smooth": {"smooth_softmax": 2},
         "window": {"local_window_size": -7},
@@ -427,7 +435,7 @@ def _corners() -> Iterator[Case]:
         position_ids=np.array([[4, 9, 0], [7, 1, 1]], np.int64),
     )
     scaled = GqaConfig(cache="int8", quant="channel", phase="decode_static", head_size=16).case(1)
-    zero = scaled.input("k_scale").copy()
+    zero = scaled.require("k_scale").copy()
     zero.reshape(-1)[3] = 0
     yield with_changes(scaled, "gqa-f32-int8-scale-zero", "ort-semantics 2.9", k_scale=zero)
 

@@ -20,7 +20,7 @@ def pairwise(
     same strength.
     """
     try:
-        from allpairspy import AllPairs  # type: ignore[import-untyped]
+        from allpairspy import AllPairs
     except ImportError as error:
         raise ImportError(
             "generated cases need allpairspy: pip install 'ort-webgpu[test]'"

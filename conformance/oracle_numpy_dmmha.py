@@ -20,7 +20,7 @@ def decoder_masked_attention(case: Case) -> Expected:
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     output = np.einsum("bnt,bnth->bnh", weights, value)
-    dtype = case.inputs[0].dtype
+    dtype = case.first.dtype
     batch, heads, total = logits.shape
     with np.errstate(over="ignore"):
         qk = logits.reshape(batch, heads, 1, total).astype(case.qk_dtype or dtype)
@@ -49,17 +49,17 @@ def _biases(case: Case, hidden: int) -> tuple[Array, Array, Array]:
 
 def _self_inputs(case: Case) -> tuple[Array, Array, Array, tuple[Array, Array]]:
     """q (B,N,H), the p+1 keys and values that each row sees (B,N,T,H), and the new caches."""
-    query = case.inputs[0].astype(np.float64)
+    query = case.first.astype(np.float64)
     if case.input("key") is None:
         query, key, value = np.split(query, 3, axis=-1)
     else:
-        key, value = (case.input(x).astype(np.float64) for x in ("key", "value"))
+        key, value = (case.require(x).astype(np.float64) for x in ("key", "value"))
     added = zip((query, key, value), _biases(case, query.shape[-1]), strict=True)
     q, new_key, new_value = (_heads(case, x + bias) for x, bias in added)
-    past = int(case.input("past_sequence_length").reshape(-1)[0])
+    past = int(case.require("past_sequence_length").reshape(-1)[0])
     present, seen = [], []
     for which, new in (("past_key", new_key), ("past_value", new_value)):
-        cache = case.input(which).copy()
+        cache = case.require(which).copy()
         cache[:, :, past] = new
         present.append(cache)
         seen.append(_follow_beams(case, cache, past))
@@ -82,9 +82,9 @@ def _follow_beams(case: Case, cache: Array, past: int) -> Array:
 
 
 def _cross_inputs(case: Case) -> tuple[Array, Array, Array, tuple[None, None]]:
-    query = case.inputs[0].astype(np.float64)
+    query = case.first.astype(np.float64)
     q = _heads(case, query + _biases(case, query.shape[-1])[0])
-    key, value = (case.input(x).astype(np.float64) for x in ("key", "value"))
+    key, value = (case.require(x).astype(np.float64) for x in ("key", "value"))
     return q, key, value, (None, None)
 
 

@@ -57,7 +57,7 @@ def group_query_attention(case: Case) -> Expected:
     keys, present_k, care_k = _cache(case, setup, k, "key")
     values, present_v, care_v = _cache(case, setup, v, "value")
     output, qk, care_out, care_qk = _attend(case, setup, q, keys, values)
-    dtype = case.inputs[0].dtype
+    dtype = case.first.dtype
     outputs = (output.astype(dtype), present_k, present_v, qk)
     care = (care_out, care_k, care_v, care_qk)
     wanted = (*case.wanted, False, False, False)[:4]
@@ -71,14 +71,14 @@ def group_query_attention(case: Case) -> Expected:
 def _split(case: Case) -> tuple[Array, Array, Array]:
     """Query (B,S,N,H), key and value (B,Skv,K,H) in float64, from either layout."""
     n, kv = case.attributes["num_heads"], case.attributes["kv_num_heads"]
-    query = case.inputs[0].astype(np.float64)
+    query = case.first.astype(np.float64)
     batch, new, hidden = query.shape
     if case.input("key") is None:
         h = hidden // (n + 2 * kv)
         heads = query.reshape(batch, new, n + 2 * kv, h)
         return heads[:, :, :n], heads[:, :, n : n + kv], heads[:, :, n + kv :]
     h = hidden // n
-    key, value = case.input("key"), case.input("value")
+    key, value = case.require("key"), case.require("value")
     shape = (batch, key.shape[1], kv, h)
     return (
         query.reshape(batch, new, n, h),
@@ -92,8 +92,8 @@ def _setup(case: Case, q_shape: tuple[int, ...], kv_length: int) -> _Setup:
     attributes = case.attributes
     past = case.input("past_key")
     capacity = past.shape[2] if past is not None else 0
-    total = int(case.input("total_sequence_length").reshape(-1)[0])
-    lengths = tuple(int(x) + 1 for x in case.input("seqlens_k").reshape(-1))
+    total = int(case.require("total_sequence_length").reshape(-1)[0])
+    lengths = tuple(int(x) + 1 for x in case.require("seqlens_k").reshape(-1))
     given = case.input("query_seqlens")
     queries = tuple(int(x) for x in given) if given is not None else (new,) * batch
     first_prompt = new == total and given is None
@@ -127,9 +127,9 @@ def _cache_bits(attributes: dict[str, Any]) -> int:
 
 def _normalized(case: Case, setup: _Setup, q: Array, k: Array) -> tuple[Array, Array]:
     """RMS norm over H with one weight per channel, before the rotation."""
-    q_weight, k_weight = case.input("q_norm_weight"), case.input("k_norm_weight")
-    if q_weight is None:
+    if case.input("q_norm_weight") is None:
         return q, k
+    q_weight, k_weight = case.require("q_norm_weight"), case.require("k_norm_weight")
     both = case.attributes.get("qk_norm_epsilon", 1e-6)
     q_eps = case.attributes.get("q_norm_epsilon", both)
     k_eps = case.attributes.get("k_norm_epsilon", both)
@@ -155,7 +155,7 @@ def _rotated(case: Case, setup: _Setup, q: Array, k: Array) -> tuple[Array, Arra
 def _computes_in(case: Case) -> Any:
     """T, or float32 where a float cache of the other type makes ORT widen the whole node."""
     past = case.input("past_key")
-    dtype = case.inputs[0].dtype
+    dtype = case.first.dtype
     mixed = past is not None and past.dtype.kind == "f" and past.dtype != dtype
     return np.dtype(np.float32) if mixed else dtype
 
@@ -173,8 +173,8 @@ def _positions(case: Case, setup: _Setup) -> Array:
 
 def _rotate(case: Case, x: Array, positions: Array) -> Array:
     """Rotate the first R channels of x (B,S,heads,H); pairs (i, i+R/2) or (2i, 2i+1)."""
-    cos_table = case.input("cos_cache").astype(np.float64)
-    sin_table = case.input("sin_cache").astype(np.float64)
+    cos_table = case.require("cos_cache").astype(np.float64)
+    sin_table = case.require("sin_cache").astype(np.float64)
     # Padding rows of a query_seqlens chunk may lie past the table; nothing of theirs is compared.
     rows = np.minimum(positions, cos_table.shape[0] - 1)
     cos, sin = cos_table[rows][:, :, None], sin_table[rows][:, :, None]
@@ -201,7 +201,7 @@ def _cache(
     `new` is (B,Skv,K,H) float64, rotated already.
     """
     past = case.input(f"past_{which}")
-    dtype = past.dtype if past is not None else case.inputs[0].dtype
+    dtype = past.dtype if past is not None else case.first.dtype
     scale = _channel_scale(case, setup, which)
     stored = _store(new, setup, scale, dtype)
     width = setup.head_size // 2 if setup.bits == 4 else setup.head_size
@@ -213,7 +213,7 @@ def _cache(
         timeline = _timeline(case, setup, b, past, stored[b])
         floats = _load(timeline, setup, scale)
         start, count = setup.pasts[b], 0 if setup.shared_kv else setup.valid_queries[b]
-        if past is not None and past.dtype.kind == "f" and past.dtype != case.inputs[0].dtype:
+        if past is not None and past.dtype.kind == "f" and past.dtype != case.first.dtype:
             # ORT widens the node to float32 and rounds only what it returns.
             floats[:, start : start + count] = new[b, :count].transpose(1, 0, 2)
         attended.append(floats)
@@ -235,6 +235,10 @@ def _timeline(case: Case, setup: _Setup, b: int, past: Array | None, stored: Arr
     timeline = np.zeros((setup.kv_heads, rows, stored.shape[-1]), stored.dtype)
     if past is not None and case.in_place and not setup.window_cache:
         timeline[:, : setup.capacity] = past[b]
+    if past is None:
+        # Without a past, start is 0: every row is new.
+        timeline[:, : setup.new] = stored.transpose(1, 0, 2)
+        return timeline
     if setup.shared_kv:
         timeline[:, :length] = past[b, :, :length]
         return timeline
@@ -260,7 +264,7 @@ def _channel_scale(case: Case, setup: _Setup, which: str) -> Array | None:
     """Quantization scale as float32 (K,H) or (1,1), None for float caches."""
     if not setup.bits:
         return None
-    scale = case.input(f"{which[0]}_scale").astype(np.float32).reshape(-1)
+    scale = case.require(f"{which[0]}_scale").astype(np.float32).reshape(-1)
     per_channel = case.attributes[f"{which[0]}_quant_type"] == "PER_CHANNEL"
     return scale.reshape(setup.kv_heads, setup.head_size) if per_channel else scale.reshape(1, 1)
 
@@ -300,7 +304,7 @@ def _unsure(case: Case, setup: _Setup, new: Array, scale: Array | None) -> Array
     error = ROTATION_ERROR * np.abs(new).max(-1, keepdims=True)
     dtype = np.uint8 if setup.bits == 4 else np.int8
     low, high = (_store(new + sign * error, setup, scale, dtype) for sign in (-1, 1))
-    return low != high
+    return np.asarray(low != high)
 
 
 def ambiguous_bytes(case: Case) -> Array:
@@ -308,7 +312,7 @@ def ambiguous_bytes(case: Case) -> Array:
     q, k, _ = _split(case)
     setup = _setup(case, q.shape, k.shape[1])
     _, k = _rotated(case, setup, *_normalized(case, setup, q, k))
-    return _unsure(case, setup, k, _channel_scale(case, setup, "key")).any(axis=(2, 3))
+    return np.any(_unsure(case, setup, k, _channel_scale(case, setup, "key")), axis=(2, 3))
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -335,7 +339,7 @@ def _attend(
             care[b, ~specified, n] = False
             care_qk[b, n, ~specified] = False
             # Rows that nobody sees may hold anything, NaN too: they must not touch the sum.
-            seen = np.where(visible.any(0)[:, None], v, 0.0)
+            seen = np.where(np.any(visible, axis=0)[:, np.newaxis], v, 0.0)
             with np.errstate(invalid="ignore"):
                 output[b, :, n] = weights @ seen
             shown = np.where(visible, logits, 0.0) if mode == 1 else weights
@@ -348,7 +352,7 @@ def _attend(
     shape = (setup.batch, setup.new, hidden)
     care = care.reshape(shape)
     with np.errstate(over="ignore"):
-        qk = qk.astype(case.inputs[0].dtype)
+        qk = qk.astype(case.first.dtype)
     return (
         output.reshape(shape),
         qk,
@@ -383,7 +387,7 @@ def _visible(setup: _Setup, b: int) -> Array:
     end = np.minimum(position + 1, length) if setup.causal else np.full(setup.new, length)
     begin = np.maximum(end - setup.window, 0) if setup.window >= 0 else np.zeros_like(end)
     key = np.arange(length)
-    return (key >= begin[:, None]) & (key < end[:, None])
+    return np.asarray((key >= begin[:, None]) & (key < end[:, None]))
 
 
 def _logits(case: Case, setup: _Setup, index: tuple[int, int], q: Array, k: Array) -> Array:
@@ -422,5 +426,5 @@ def _softmax(case: Case, head: int, logits: Array, visible: Array) -> tuple[Arra
             total = total + np.exp(sink - top)
         weights = weights / np.where(empty[:, None], 1.0, total)
     weights[empty] = 0.0
-    unspecified = empty & visible.any(-1) & (case.inputs[0].dtype == np.float16)
+    unspecified = empty & visible.any(-1) & (case.first.dtype == np.float16)
     return weights, ~unspecified

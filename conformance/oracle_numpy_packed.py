@@ -15,7 +15,7 @@ __all__ = ["packed_attention", "packed_multi_head_attention", "remove_padding", 
 
 def packed_attention(case: Case) -> Expected:
     """Projection (rounded to T, as the GEMM's output is), then attention within each sequence."""
-    tokens, weights, bias = (case.input(x) for x in ("input", "weights", "bias"))
+    tokens, weights, bias = (case.require(x) for x in ("input", "weights", "bias"))
     y = tokens.astype(np.float64) @ weights.astype(np.float64) + bias.astype(np.float64)
     y = y.astype(tokens.dtype).astype(np.float64)
     sizes = case.attributes.get("qkv_hidden_sizes") or [bias.shape[0] // 3] * 3
@@ -25,11 +25,11 @@ def packed_attention(case: Case) -> Expected:
 
 def packed_multi_head_attention(case: Case) -> Expected:
     """The same attention on given q, k, v: separate (Tok,D), or packed (Tok,N,3,H)."""
-    query = case.input("query").astype(np.float64)
+    query = case.require("query").astype(np.float64)
     if query.ndim == 4:
         q, k, v = (query[:, :, i].reshape(query.shape[0], -1) for i in range(3))
     else:
-        q, k, v = query, *(case.input(x).astype(np.float64) for x in ("key", "value"))
+        q, k, v = query, *(case.require(x).astype(np.float64) for x in ("key", "value"))
     bias = case.input("bias")
     if bias is not None:
         widths = [q.shape[1], k.shape[1], v.shape[1]]
@@ -43,7 +43,7 @@ def _attend(case: Case, q: Array, k: Array, v: Array) -> Array:
     heads = case.attributes["num_heads"]
     q, k, v = (x.reshape(x.shape[0], heads, -1) for x in (q, k, v))
     scale = case.attributes.get("scale", 0.0) or q.shape[-1] ** -0.5
-    bounds = case.input("cumulative_sequence_length")
+    bounds = case.require("cumulative_sequence_length")
     bias = case.input("attention_bias")
     output = np.zeros(v.shape)
     for b, (first, last) in enumerate(pairwise(bounds)):
@@ -61,12 +61,12 @@ def _attend(case: Case, q: Array, k: Array, v: Array) -> Array:
 
 
 def _one(case: Case, output: Array) -> Expected:
-    return Expected((output.astype(case.inputs[0].dtype),), (None,), "numpy float64")
+    return Expected((output.astype(case.first.dtype),), (None,), "numpy float64")
 
 
 def remove_padding(case: Case) -> Expected:
     """Packed tokens, their padded indexes followed by those of the padding, lengths, maximum."""
-    tokens, counts = case.input("input"), case.input("sequence_token_count")
+    tokens, counts = case.require("input"), case.require("sequence_token_count")
     batch, length = tokens.shape[:2]
     counts = np.clip(counts, 0, length)
     kept = np.arange(length) < counts[:, None]
@@ -88,7 +88,7 @@ def remove_padding(case: Case) -> Expected:
 
 def restore_padding(case: Case) -> Expected:
     """(Tok,D) scattered to (B,S,D) by token_offset; every other row is zero."""
-    tokens, offsets = case.input("input"), case.input("token_offset")
+    tokens, offsets = case.require("input"), case.require("token_offset")
     batch, length = offsets.shape
     output = np.zeros((batch * length, tokens.shape[1]), tokens.dtype)
     output[offsets.reshape(-1)[: tokens.shape[0]]] = tokens

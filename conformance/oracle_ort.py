@@ -50,9 +50,9 @@ def _run_in_place(session: ort.InferenceSession, case: Case) -> list[Array]:
 
 
 def _why_not_gqa(case: Case) -> str | None:
-    query, past = case.inputs[0], case.input("past_key")
+    query, past = case.first, case.input("past_key")
     batch, new = query.shape[:2]
-    total = int(case.input("total_sequence_length").reshape(-1)[0])
+    total = int(case.require("total_sequence_length").reshape(-1)[0])
     if case.input("q_norm_weight") is not None:
         return "ORT's CPU EP refuses q_norm_weight and k_norm_weight"
     if batch > 1 and new > 1 and new != total and case.input("query_seqlens") is None:
@@ -70,7 +70,7 @@ def _brings_keys(case: Case) -> bool:
 
 
 def _why_not_dmmha(case: Case) -> str | None:
-    if case.inputs[0].dtype != np.float32:
+    if case.first.dtype != np.float32:
         return "ORT's CPU EP has DecoderMaskedMultiHeadAttention in float32 only"
     if case.input("key") is None:
         return "ORT's CPU EP refuses packed QKV"

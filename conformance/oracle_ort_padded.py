@@ -22,28 +22,28 @@ LOWEST = float(np.finfo(np.float32).min)
 
 def run_padded_on_ort(case: Case) -> list[Array]:
     """The output of a PackedAttention or PackedMultiHeadAttention case, float32 inside."""
-    bounds = case.input("cumulative_sequence_length")
+    bounds = case.require("cumulative_sequence_length")
     lengths = np.diff(bounds).astype(np.int32)
     if case.op_type == "PackedAttention":
         padded = _attention(case, lengths)
     else:
         padded = _multi_head_attention(case, lengths)
     flat = padded.reshape(-1, padded.shape[-1])
-    tokens = case.inputs[0].shape[0]
-    output = flat[case.input("token_offset").reshape(-1)[:tokens]]
-    return [output.astype(case.inputs[0].dtype)]
+    tokens = case.first.shape[0]
+    output = flat[case.require("token_offset").reshape(-1)[:tokens]]
+    return [output.astype(case.first.dtype)]
 
 
 def _padded(case: Case, tokens: Array) -> Array:
     """(Tok,D) to float32 (B,S,D)."""
-    inputs = (tokens.astype(np.float32), case.input("token_offset"))
+    inputs = (tokens.astype(np.float32), case.require("token_offset"))
     scatter = Case(name=case.name, op_type="RestorePadding", attributes={}, inputs=inputs)
-    return restore_padding(scatter).outputs[0]
+    return restore_padding(scatter).wanted()[0][0]
 
 
 def _attention(case: Case, lengths: Array) -> Array:
     inputs = {
-        "input": _padded(case, case.input("input")),
+        "input": _padded(case, case.first),
         "weights": case.input("weights"),
         "bias": case.input("bias"),
         "mask_index": lengths,
@@ -54,11 +54,11 @@ def _attention(case: Case, lengths: Array) -> Array:
 
 
 def _multi_head_attention(case: Case, lengths: Array) -> Array:
-    query = case.input("query")
+    query = case.first
     if query.ndim == 4:
         rows = [query[:, :, i].reshape(query.shape[0], -1) for i in range(3)]
     else:
-        rows = [query, case.input("key"), case.input("value")]
+        rows = [query, case.require("key"), case.require("value")]
     q, k, v = (_padded(case, x) for x in rows)
     inputs = {
         "query": q,

@@ -4,11 +4,10 @@ Source: shared/contract/ort-semantics.md section 6 (its checklist, in its order)
 public cases S2, S8, S9, S10, T1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ort_webgpu.conformance.case import OPERATORS, Array, Case, RejectCase
@@ -26,7 +25,7 @@ class Change:
 
     name: str
     mentions: tuple[str, ...]
-    inputs: dict[str, Array | None] | None = None
+    inputs: Mapping[str, Array | None] | None = None
     attributes: dict[str, Any] | None = None
     wanted: tuple[bool, ...] | None = None
     kind: str = "input"
@@ -37,7 +36,7 @@ class Change:
 def rejected(base: Case, change: Change) -> RejectCase:
     """The changed node. Attributes that are None in `change` are removed."""
     names = OPERATORS[base.op_type][0]
-    data = dict(zip(names, base.inputs, strict=False)) | (change.inputs or {})
+    data = dict(zip(names, base.inputs, strict=False)) | dict(change.inputs or {})
     attributes = {**base.attributes, **(change.attributes or {})}
     return RejectCase(
         name=change.name,
@@ -82,7 +81,7 @@ def _zeros(*shape: int, dtype: Any = np.float32) -> Array:
 
 
 def _lengths() -> Iterator[RejectCase]:
-    one = {"heads": 1, "kv_heads": 1, "head_size": 8}
+    one: dict[str, Any] = {"heads": 1, "kv_heads": 1, "head_size": 8}
     source = "public case S2"
     plans = [
         ("negative", gqa("", source, **one), _ints(-5)),
@@ -100,12 +99,16 @@ def _lengths() -> Iterator[RejectCase]:
             source=source,
         )
         yield rejected(base, change)
-    shapes = {"count": _ints(8, 5, 3), "square": _ints([8, 5], [1, 1]), "scalar": np.int32(8)}
+    shapes = {
+        "count": _ints(8, 5, 3),
+        "square": _ints([8, 5], [1, 1]),
+        "scalar": np.array(8, np.int32),
+    }
     for label, values in shapes.items():
         change = Change(
             name=f"gqa-seqlens-{label}",
             mentions=("seqlens_k",),
-            inputs={"seqlens_k": np.asarray(values)},
+            inputs={"seqlens_k": values},
         )
         yield rejected(_decode(), change)
 
@@ -130,11 +133,11 @@ def _totals() -> Iterator[RejectCase]:
         "prompt-unequal": (_prompt(), 7),
         "below-new-keys": (_prompt(), 4),
     }
-    for label, (base, total) in plans.items():
+    for label, (base, number) in plans.items():
         change = Change(
             name=f"gqa-total-{label}",
             mentions=("total_sequence_length", "sequence_length"),
-            inputs={"total_sequence_length": np.array(total, np.int32)},
+            inputs={"total_sequence_length": np.array(number, np.int32)},
         )
         yield rejected(base, change)
 
@@ -165,7 +168,7 @@ def _queries_and_keys() -> Iterator[RejectCase]:
 
 
 def _pasts() -> Iterator[RejectCase]:
-    cache = _decode().input("past_key")
+    cache = _decode().require("past_key")
     changes = [
         Change(name="gqa-past-rank", mentions=("past",), inputs={"past_key": _zeros(2, 12, 32)}),
         Change(name="gqa-past-heads", mentions=("past",), inputs=_both(2, 3, 12, 16)),
@@ -187,7 +190,7 @@ def _rotary() -> Iterator[RejectCase]:
     cos, sin = rotary_tables(20, 8, np.float32)
     base = _decode(attributes={"do_rotary": 1}, cos_cache=cos, sin_cache=sin)
     wide = np.ones((20, 16), np.float32)
-    tables = {
+    tables: dict[str, dict[str, Array | None]] = {
         "no-sin": {"sin_cache": None},
         "unequal": {"sin_cache": sin[:15]},
         "too-few-rows": {"cos_cache": cos[:8], "sin_cache": sin[:8]},
@@ -334,7 +337,7 @@ def _attributes() -> Iterator[RejectCase]:
 def _quantized() -> Iterator[RejectCase]:
     base = GqaConfig(cache="int8", phase="decode_static", batch=2, head_size=32).case(3)
     scale = np.full(1, 0.05, np.float32)
-    bytes_ = {n: base.input(n).view(np.uint8) for n in ("past_key", "past_value")}
+    bytes_ = {n: base.require(n).view(np.uint8) for n in ("past_key", "past_value")}
     changes = [
         Change(
             name="gqa-quant-types-differ",
@@ -413,7 +416,7 @@ def _query_seqlens() -> Iterator[RejectCase]:
         Change(
             name="gqa-query-seqlens-capacity",
             mentions=("query_seqlens", "capacity", "past"),
-            inputs={n: base.input(n)[:, :, :22].copy() for n in ("past_key", "past_value")}
+            inputs={n: base.require(n)[:, :, :22].copy() for n in ("past_key", "past_value")}
             | {"query_seqlens": _ints(1, 1)},
         ),
     ]
@@ -424,7 +427,7 @@ def _query_seqlens() -> Iterator[RejectCase]:
 def _window_cache() -> Iterator[RejectCase]:
     config = GqaConfig(phase="prompt_static", window=4, window_extra=5, batch=2, length=17)
     base = config.case(5)
-    small = {n: base.input(n)[:, :, :3].copy() for n in ("past_key", "past_value")}
+    small = {n: base.require(n)[:, :, :3].copy() for n in ("past_key", "past_value")}
     source = "ort-semantics 2.10"
     changes = [
         Change(name="gqa-ring-below-window", mentions=("past", "window"), inputs=small),
@@ -448,9 +451,16 @@ def _window_cache() -> Iterator[RejectCase]:
 
 
 def _types() -> Iterator[RejectCase]:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError(
+            "bfloat16 and float8 cases need ml-dtypes: pip install 'ort-webgpu[test]'"
+        ) from error
     base, narrow = _decode(), ml_dtypes.bfloat16
     floats = {
-        n: base.input(n).astype(narrow) for n in ("query", "key", "value", "past_key", "past_value")
+        n: base.require(n).astype(narrow)
+        for n in ("query", "key", "value", "past_key", "past_value")
     }
     yield rejected(
         base,
@@ -462,7 +472,9 @@ def _types() -> Iterator[RejectCase]:
             source="public case T1",
         ),
     )
-    eighth = {n: base.input(n).astype(ml_dtypes.float8_e4m3fn) for n in ("past_key", "past_value")}
+    eighth = {
+        n: base.require(n).astype(ml_dtypes.float8_e4m3fn) for n in ("past_key", "past_value")
+    }
     scale = np.full(1, 0.05, np.float32)
     yield rejected(
         base,

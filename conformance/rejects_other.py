@@ -82,7 +82,10 @@ def _self_shapes() -> Iterator[RejectCase]:
 
 
 def _self_extras() -> Iterator[RejectCase]:
-    masks = {"width": np.ones((2, 7), np.int32), "batch": np.ones((3, 6), np.int32)}
+    masks: dict[str, Array] = {
+        "width": np.ones((2, 7), np.int32),
+        "batch": np.ones((3, 6), np.int32),
+    }
     masks |= {"rank1": np.ones(2, np.int32), "rank3": np.ones((2, 1, 6), np.int32)}
     for label, mask in masks.items():
         change = Change(name=f"dmmha-mask-{label}", mentions=("mask",), inputs={"mask_index": mask})
@@ -105,7 +108,7 @@ def _self_extras() -> Iterator[RejectCase]:
 
 def _beams() -> Iterator[RejectCase]:
     base = DmmhaConfig(groups=2, beams=2).case(2)
-    rows = base.input("cache_indirection")
+    rows = base.require("cache_indirection")
     values: dict[str, dict[str, Array | None]] = {
         "missing": {"cache_indirection": None},
         "rank": {"cache_indirection": rows.reshape(4, 8)},
