@@ -8,7 +8,7 @@ import onnxruntime as ort
 
 from ort_webgpu.conformance.case import Array, Case
 
-__all__ = ["run_on_ort", "why_not_on_ort"]
+__all__ = ["run_case", "run_on_ort", "why_not_on_ort"]
 
 
 def why_not_on_ort(case: Case) -> str | None:
@@ -27,13 +27,16 @@ def run_on_ort(case: Case) -> list[Array]:
     session = ort.InferenceSession(
         case.model().SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
+    return run_case(session, case)
+
+
+def run_case(session: ort.InferenceSession, case: Case) -> list[Array]:
+    """The wanted outputs of `case` from any session over `case.model()`.
+
+    An `in_place` case is bound, past and present of key and value to the same OrtValue.
+    """
     if not case.in_place:
         return list(session.run(None, case.feeds()))
-    return _run_in_place(session, case)
-
-
-def _run_in_place(session: ort.InferenceSession, case: Case) -> list[Array]:
-    """Bind past and present of key and value to the same OrtValue, which ORT then updates."""
     binding = session.io_binding()
     values = {name: ort.OrtValue.ortvalue_from_numpy(a.copy()) for name, a in case.feeds().items()}
     for name, value in values.items():
