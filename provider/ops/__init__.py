@@ -1,10 +1,12 @@
 """The operators: OPS maps (domain, op_type) to the contract and the routes of each."""
 
 from ort_webgpu.ops.group_query_attention import GroupQueryAttention
+from ort_webgpu.ops.padding import RemovePadding, RestorePadding
 from ort_webgpu.ops.spec import OpSpec
 
 __all__ = ["OPS"]
 
 OPS: dict[tuple[str, str], OpSpec] = {
-    (spec.domain, spec.op_type): spec for spec in (GroupQueryAttention(),)
+    (spec.domain, spec.op_type): spec
+    for spec in (GroupQueryAttention(), RemovePadding(), RestorePadding())
 }

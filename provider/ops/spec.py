@@ -106,13 +106,16 @@ class Call:
 
     `inputs` maps operand names to node input indexes, `arrays` operand names to small host-made
     arrays (uploaded at each call). `outputs` maps node output indexes to what is written there;
-    an Output under a negative index is written by the kernels but wanted by nobody.
+    an Output under a negative index is written by the kernels but wanted by nobody. `host_outputs`
+    are outputs that the contract made on the host, where they stay: later host inputs and the caller
+    get them without a transfer.
     """
 
     problem: Any
     inputs: dict[str, int]
     outputs: dict[int, Output]
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    host_outputs: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,13 @@ class OpSpec(ABC):
         `input_dtypes` has a numpy dtype name for each input, None where absent or unknown.
         Raises InvalidModelError only for what ORT itself refuses at session creation.
         """
+
+    def typed(self, output_dtypes: Sequence[str | None]) -> "OpSpec":
+        """The contract of a node with such output types, where its inputs do not tell them.
+
+        `output_dtypes` has a numpy dtype name for each output, None where absent or unknown.
+        """
+        return self
 
     @abstractmethod
     def call(self, node: Node, values: Sequence[Value | None], in_place: frozenset[int]) -> Call:
