@@ -1,5 +1,7 @@
 """From a model and what the caller wants to what a session runs: plain ORT, or a plan."""
 
+import mmap
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,13 +90,14 @@ class Built:
     """`session` is a C session for `_sess`; without a `plan` it is the one that runs.
 
     `session` None: a plain ORT session of the model, which ORT's own constructor is to make.
-    `rows` are candidates that are not in the plan.
+    `rows` are candidates that are not in the plan; `order` has the model's nodes by name.
     """
 
     session: Any = None
     plan: Plan | None = None
     rows: tuple[Row, ...] = ()
     notes: tuple[str, ...] = ()
+    order: Mapping[str, int] = field(default_factory=dict)
 
 
 def build(request: Request, wishes: Wishes) -> Built:
@@ -130,7 +133,7 @@ def build(request: Request, wishes: Wishes) -> Built:
     simple = {arg.name: arg.type for arg in original.inputs_meta}
     simple |= {name: kind for name, (kind, _) in kinds.items()} | _stored_kinds(model)
     reported = tuple(n for n in nested if (n.domain, n.op_type) in OPS)
-    gpu, obstacle = _device(model, wishes, reported)
+    gpu, obstacle = _device(model, wishes)
     placement = place(model, wishes.offload, simple, reported, obstacle)
     if placement.offloaded and gpu is not None:
         try:
@@ -142,9 +145,10 @@ def build(request: Request, wishes: Wishes) -> Built:
             plan = build_plan(
                 factory, placement, kinds, gpu, wishes.routes, wishes.fallback == "cpu"
             )
-            return Built(session, plan, _rows(model, placement))
+            order = {node.name: node.index for node in model.nodes}
+            return Built(session, plan, _rows(placement), order=order)
     _complain(placement, wishes, gpu)
-    rows = _rows(model, placement)
+    rows = _rows(placement)
     if any(needs_expansion(node, simple) for node in model.nodes) or nested:
         return Built(_expanded_whole(request, model, simple, nested), None, rows)
     return Built(rows=rows)
@@ -166,7 +170,11 @@ def _is_plain(request: Request) -> bool:
     path = Path(request.path or "")
     if path.suffix == ".ort" or not path.is_file():
         return True
-    return not mentions(path.read_bytes())
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return True
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return not mentions(data)
 
 
 def _open(request: Request) -> ModelFile:
@@ -198,15 +206,22 @@ def _stored_kinds(model: ModelFile) -> dict[str, str]:
     return {n: f"tensor({names[w.elem_type].lower()})" for n, w in model.weights.items()}
 
 
-def _device(
-    model: ModelFile, wishes: Wishes, nested: Sequence[Nested]
-) -> tuple[Gpu | None, str | None]:
+def _device(model: ModelFile, wishes: Wishes) -> tuple[Gpu | None, str | None]:
     """The device, or the reason that keeps every node on the CPU; no device is opened in vain."""
     if wishes.nothing or not any(is_candidate(node) for node in model.nodes):
         return None, None
     gpu = open_gpu(wishes.adapter, wishes.backend)
     if gpu is None:
-        return None, "no adapter: none was found" if wishes.adapter == "auto" else "no adapter"
+        return None, "no adapter was found" if wishes.adapter == "auto" else "no adapter is wanted"
+    chosen = wishes.adapter != "auto" or os.environ.get("ORT_WEBGPU_ADAPTER")
+    if gpu.caps.software and not chosen:
+        warnings.warn(
+            f"the only adapter, {gpu.info.name!r}, is a software one, for tests: the CPU alone is"
+            " faster. Name it in adapter= or ORT_WEBGPU_ADAPTER to be rid of this warning, or use"
+            ' adapter="none"',
+            RuntimeWarning,
+            stacklevel=6,
+        )
     return gpu, None
 
 
@@ -234,9 +249,8 @@ def _complain(placement: Placement, wishes: Wishes, gpu: Gpu | None) -> None:
     )
 
 
-def _rows(model: ModelFile, placement: Placement) -> tuple[Row, ...]:
-    op_types = {node.name: node.op_type for node in model.nodes}
-    rows = [Row(n, op_types[n], "cpu", None, why) for n, why in placement.kept.items()]
+def _rows(placement: Placement) -> tuple[Row, ...]:
+    rows = [Row(node.name, node.op_type, "cpu", None, why) for node, why in placement.kept]
     rows += [
         Row(f"{n.path} / {n.name}", n.op_type, "cpu", None, n.reason) for n in placement.nested
     ]

@@ -19,7 +19,7 @@ class AssignedNode:
 
 @dataclass(frozen=True)
 class AssignedSubgraph:
-    """The nodes on the device, with the fields of ORT's OrtEpAssignedSubgraph."""
+    """Nodes on the device, with the fields of ORT's OrtEpAssignedSubgraph."""
 
     ep_name: str
     nodes: tuple[AssignedNode, ...]

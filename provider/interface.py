@@ -1,9 +1,9 @@
 """The stand-in: a tiny ORT session with a model's inputs, outputs and metadata, and nothing else.
 
-`InferenceSession._sess` must be a real session of ORT's: libraries read its metadata, bind to it and
-rely on its errors. Loading the whole model for that would load its weights twice, and fails where
-ORT's CPU EP lacks a kernel. Outputs of the stand-in are made with a shape that only a run tells, so
-that ORT reports the declared one, as it does for the model itself.
+`InferenceSession._sess` must be a real session of ORT's: libraries read its metadata, bind to it
+and rely on its errors. Loading the whole model for that would load its weights twice, and fails
+where ORT's CPU EP lacks a kernel. Outputs of the stand-in are made with a shape that only a run
+tells, so that ORT reports the declared one, as it does for the model itself.
 """
 
 from typing import Any
@@ -67,7 +67,8 @@ def _describe(source: onnx.ModelProto, target: onnx.ModelProto) -> None:
     target.producer_name = source.producer_name
     target.producer_version = source.producer_version
     target.domain = source.domain
-    target.model_version = source.model_version
+    if source.HasField("model_version"):
+        target.model_version = source.model_version
     target.doc_string = source.doc_string
     target.metadata_props.extend(source.metadata_props)
     target.graph.name = source.graph.name

@@ -1,5 +1,6 @@
 """Placement: which nodes of a model are offloaded, and for each of the others why not."""
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ def is_candidate(node: onnx.NodeProto | Node) -> bool:
     return (node.domain, node.op_type) in OPS
 
 
-def mentions(data: bytes) -> bool:
+def mentions(data: bytes | mmap.mmap) -> bool:
     """Whether a serialized model can hold a node that concerns us; no parsing, so it may err."""
     names = {op_type for _, op_type in OPS} | EXPANDABLE
     return any(data.find(name.encode()) >= 0 for name in names)
@@ -40,20 +41,20 @@ def mentions(data: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """`offloaded` nodes by index with their specs; `kept` by node name with the reason.
+    """`offloaded` nodes by index with their specs; `kept` are the other candidates and why.
 
-    `kept_by_caller` are the names in `kept` that `offload=` left out.
+    `kept_by_caller` are the indexes of those in `kept` that `offload=` left out.
     """
 
     offloaded: dict[int, OpSpec]
-    kept: dict[str, str]
-    kept_by_caller: frozenset[str]
+    kept: tuple[tuple[Node, str], ...]
+    kept_by_caller: frozenset[int]
     nested: tuple[Nested, ...]
 
     @property
     def unwanted(self) -> dict[str, str]:
         """Node name or path to reason, of what the caller wanted offloaded and is not."""
-        found = {n: r for n, r in self.kept.items() if n not in self.kept_by_caller}
+        found = {n.name: why for n, why in self.kept if n.index not in self.kept_by_caller}
         return found | {f"{n.path} / {n.name}": n.reason for n in self.nested}
 
 
@@ -71,25 +72,26 @@ def place(
     """
     wanted = _selection(model, offload)
     offloaded: dict[int, OpSpec] = {}
-    kept: dict[str, str] = {}
+    kept: list[tuple[Node, str]] = []
     by_caller = set()
     for node in filter(is_candidate, model.nodes):
         if not wanted(node):
-            kept[node.name] = "left out by offload="
-            by_caller.add(node.name)
+            kept.append((node, "left out by offload="))
+            by_caller.add(node.index)
             continue
         if obstacle is not None:
-            kept[node.name] = obstacle
+            kept.append((node, obstacle))
             continue
-        spec = OPS[node.domain, node.op_type]
         dtypes = [_DTYPES.get(kinds.get(name, "")) for name in node.inputs]
+        made = [_DTYPES.get(kinds.get(name, "")) for name in node.outputs]
+        spec = OPS[node.domain, node.op_type].typed(made)
         verdict = spec.check_node(node, dtypes)
         if isinstance(verdict, Rejected):
-            kept[node.name] = verdict.reason
+            kept.append((node, verdict.reason))
         else:
             offloaded[node.index] = spec
     reported = () if offload in ("none", False, None) else tuple(nested)
-    return Placement(offloaded, kept, frozenset(by_caller), reported)
+    return Placement(offloaded, tuple(kept), frozenset(by_caller), reported)
 
 
 def _selection(model: ModelFile, offload: Offload) -> Callable[[Node], bool]:
@@ -114,8 +116,8 @@ def _selection(model: ModelFile, offload: Offload) -> Callable[[Node], bool]:
 def needs_expansion(node: Node, kinds: Mapping[str, str]) -> bool:
     """Whether ORT's CPU EP 1.32 cannot run the node and there is a standard-operator form.
 
-    Its DecoderMaskedMultiHeadAttention is float32 with separate q, k and v; in cross mode it refuses
-    past_present_share_buffer=1, which exporters write (contract ort-semantics.md 1.2, 6).
+    Its DecoderMaskedMultiHeadAttention is float32 with separate q, k and v; in cross mode it
+    refuses past_present_share_buffer=1, which exporters write (ort-semantics.md 1.2, 6).
     """
     if node.domain != "com.microsoft" or node.op_type not in EXPANDABLE:
         return False

@@ -51,6 +51,7 @@ class Plan:
     constants: dict[str, Held]
     gpu: Gpu
     placement: Placement
+    chooser: Chooser
     events: DeviceEvents | None = None
     _schedules: dict[tuple, tuple[_Entry, ...]] = field(default_factory=dict)
 
@@ -60,10 +61,10 @@ class Plan:
         return [step.segment.session for step in self.steps if isinstance(step, CpuStep)]
 
     @property
-    def gpu_nodes(self) -> dict[str, GpuNode]:
-        """Offloaded nodes by name."""
+    def gpu_nodes(self) -> list[GpuNode]:
+        """Offloaded nodes, in graph order."""
         steps = (step for step in self.steps if isinstance(step, GpuStep))
-        return {one.node.name: one for step in steps for one in step.nodes}
+        return sorted((one for step in steps for one in step.nodes), key=lambda o: o.node.index)
 
     def run(
         self,
@@ -109,11 +110,10 @@ class Plan:
     def assignment(self) -> list[Any]:
         """ORT's records of its sessions, and ours of the device, as ORT's objects look."""
         subgraphs = [g for s in self.sessions for g in s.get_provider_graph_assignment_info()]
-        nodes = [
-            AssignedNode(one.node.domain, one.node.name, one.node.op_type)
-            for one in self.gpu_nodes.values()
-        ]
-        return [*subgraphs, AssignedSubgraph(PROVIDER, tuple(nodes))]
+        for one in self.gpu_nodes:
+            node = AssignedNode(one.node.domain, one.node.name, one.node.op_type)
+            subgraphs.append(AssignedSubgraph(PROVIDER, (node,)))
+        return subgraphs
 
     def _borrowed(self, feeds: Mapping[str, Held], names: tuple[str, ...]) -> frozenset[int]:
         """Positions of values whose memory is a feed's, an initializer's or an earlier result's."""
@@ -126,13 +126,13 @@ class Plan:
     def rows(self) -> list[Row]:
         """One row for each candidate node."""
         rows = []
-        for one in self.gpu_nodes.values():
+        for one in self.gpu_nodes:
             choice = one.choice
             placed, why = "webgpu", "offloaded"
             route = NOT_RUN if choice is None else choice.route.name if choice.route else None
             if one.moved is not None:
                 placed, why, route = "cpu", one.moved, None
-            rejected = dict(choice.rejected) if choice else {}
+            rejected = self.chooser.others(one.spec, choice) if choice else {}
             rows.append(Row(one.node.name, one.node.op_type, placed, route, why, rejected))
         return rows
 
@@ -155,12 +155,11 @@ class Plan:
         for _, _, _, read in entries:
             dropped.append(tuple(read - kept))
             kept |= read
-        return tuple(
+        schedule = [
             _Entry(step, work, as_objects, last)
-            for (step, work, as_objects, _), last in reversed(
-                list(zip(entries, dropped, strict=True))
-            )
-        )
+            for (step, work, as_objects, _), last in zip(entries, dropped, strict=True)
+        ]
+        return tuple(reversed(schedule))
 
 
 def build_plan(
@@ -202,7 +201,7 @@ def build_plan(
             steps.append(CpuStep.of(segment))
         waiting += [GpuNode.of(model.nodes[i], placement.offloaded[i]) for i in stage.gpu]
     flush()
-    return Plan(tuple(steps), _constants(factory, steps), gpu, placement, events)
+    return Plan(tuple(steps), _constants(factory, steps), gpu, placement, chooser, events)
 
 
 def _type(kind: str, shape: Sequence[Any], declared: bool) -> onnx.TypeProto:
@@ -249,7 +248,7 @@ class _Twins:
     made: dict[int, CpuStep] = field(default_factory=dict)
 
     def step(self, one: GpuNode, choice: Choice) -> CpuStep:
-        """The step that runs `one` on the CPU. Raises NotOffloadedError where that is not wanted."""
+        """The step that runs `one` on the CPU. Raises NotOffloadedError where none may."""
         reasons = "; ".join(f"{name}: {why}" for name, why in choice.rejected.items())
         if not self.allowed:
             raise NotOffloadedError(

@@ -1,7 +1,7 @@
 """Profiles of a session that is several ORT sessions and a device, as the one file ORT writes.
 
-ORT writes Chrome trace events with `ts` and `dur` in microseconds since the session was made. Events
-of kind `cat="Node"` name their provider in `args`; tools count those.
+ORT writes Chrome trace events with `ts` and `dur` in microseconds since the session was made.
+Events of kind `cat="Node"` name their provider in `args`; tools count those.
 """
 
 import json
@@ -26,7 +26,7 @@ class DeviceEvents:
         self._events: list[dict[str, Any]] = []
 
     def add(self, node: Node, route: str, start_ns: int, duration_ns: float) -> None:
-        """Record one run of `node`: `start_ns` on the monotonic clock, device time if it is known."""
+        """Record one run of `node`: `start_ns` on the monotonic clock, device time if known."""
         self._events.append(
             {
                 "cat": "Node",

@@ -15,6 +15,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_inference_collection as _collection
 from onnxruntime.capi import onnxruntime_pybind11_state as _ort
 
+from ort_webgpu.binding import PlanBinding
 from ort_webgpu.build import Built, Request, Wishes, build
 from ort_webgpu.explain import Explanation, Row
 from ort_webgpu.intake import Intake
@@ -177,6 +178,24 @@ class WebGPUSession(_Base):
 
         threading.Thread(target=work, name="ort-webgpu run_async", daemon=True).start()
 
+    def io_binding(self) -> onnxruntime.IOBinding:
+        """An IOBinding of this session."""
+        return super().io_binding() if self._plan is None else PlanBinding(self)
+
+    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
+        """Compute what is bound; `iobinding` must come from this session's `io_binding`."""
+        if self._plan is None:
+            super().run_with_iobinding(iobinding, run_options)
+            return
+        if iobinding._session is not self._sess:
+            raise ValueError("IOBinding must be used with the session that created it.")
+        if not isinstance(iobinding, PlanBinding):
+            raise NotImplementedError(
+                "this session runs parts of the model on WebGPU and cannot read back what"
+                " onnxruntime.IOBinding(session) has bound; use session.io_binding()"
+            )
+        iobinding.run(self, run_options)
+
     def _taken(self, output_names: Any, feed: Any) -> tuple[tuple[str, ...], dict[str, Held]]:
         names = tuple(output_names) if output_names else self._output_names
         if not self._intake.required <= feed.keys():
@@ -196,7 +215,9 @@ class WebGPUSession(_Base):
         notes = self._built.notes
         if not self._offload_enabled:
             notes = (*notes, "set_providers() without WebGpuExecutionProvider: all on the CPU")
-        return Explanation([*rows, *self._built.rows], adapter, notes)
+        order = self._built.order
+        rows = sorted([*rows, *self._built.rows], key=lambda row: order.get(row.node, len(order)))
+        return Explanation(rows, adapter, notes)
 
     def get_provider_graph_assignment_info(self) -> Sequence[Any]:
         """The nodes of each provider: objects with `ep_name` and `get_nodes()`, as ORT's."""

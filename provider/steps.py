@@ -22,8 +22,9 @@ Launchable = tuple[Program, Mapping[str, DeviceBuffer]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The route that runs a problem, and why those before it do not. No route: none accepts."""
+    """The route that runs `problem`, and why those before it do not. No route: none accepts."""
 
+    problem: Any
     route: Route | None
     program: Program | None
     rejected: dict[str, str]
@@ -62,6 +63,19 @@ class Chooser:
             )
         return choice
 
+    def others(self, spec: OpSpec, choice: Choice) -> dict[str, str]:
+        """Why each other route did not run the problem of `choice`."""
+        reasons = {}
+        for route in spec.routes:
+            if choice.route is not None and route.name == choice.route.name:
+                continue
+            verdict = route.check(choice.problem, self._gpu.caps)
+            if isinstance(verdict, Rejected):
+                reasons[route.name] = verdict.reason
+            elif choice.route is not None and route.name not in choice.rejected:
+                reasons[route.name] = f"would do; {choice.route.name} comes before it"
+        return reasons
+
     def _decide(self, spec: OpSpec, problem: Any, forced: str | None) -> Choice:
         rejected = {}
         for route in spec.routes:
@@ -69,14 +83,14 @@ class Chooser:
                 continue
             verdict = route.check(problem, self._gpu.caps)
             if not isinstance(verdict, Rejected):
-                return Choice(route, route.program(problem, self._gpu.caps), rejected)
+                return Choice(problem, route, route.program(problem, self._gpu.caps), rejected)
             rejected[route.name] = verdict.reason
-        return Choice(None, None, rejected)
+        return Choice(problem, None, None, rejected)
 
 
 @dataclass
 class CpuStep:
-    """One ORT session. `objects` are outputs that are Python objects to a caller who asks for them."""
+    """One ORT session. `objects` are outputs that `run` of ORT gives as Python objects."""
 
     segment: Segment
     outputs: tuple[str, ...]
@@ -94,7 +108,7 @@ class CpuStep:
         return {*self.segment.inputs, *self.segment.overridable}
 
     def run(self, env: Env, outputs: Sequence[str], as_objects: bool, run_options: Any) -> None:
-        """Put `outputs` into `env`; as Python objects where the caller gets one that is no tensor."""
+        """Put `outputs` into `env`, `as_objects` where the caller gets one that is no tensor."""
         segment = self.segment
         feeds = {name: env[name] for name in segment.inputs}
         if segment.overridable:
@@ -209,6 +223,8 @@ class GpuStep:
             if 0 <= index < len(node.outputs) and node.outputs[index]:
                 value = DeviceValue(gpu, buffer, output.spec)
                 env[node.outputs[index]] = Held.of_device(value)
+        for index, array in call.host_outputs.items():
+            env[node.outputs[index]] = Held.of_array(array)
         return operands
 
     def _measured(self, one: GpuNode, choice: Choice, launchable: Launchable, env: Env) -> None:

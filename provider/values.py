@@ -97,7 +97,7 @@ class Held:
 
     @classmethod
     def of_nothing(cls, value: Any = None) -> "Held":
-        """An optional without a value; `value` is the `C.OrtValue` that says so, if there is one."""
+        """An optional without a value; `value` is the `C.OrtValue` that says so, if any."""
         held = cls()
         held._ort, held._python = value, (None,)
         return held
