@@ -17,7 +17,7 @@ import jinja2
 
 from ort_webgpu.wgsl.kernel import Kernel
 
-__all__ = ["STORAGE", "render", "uniform_layout"]
+__all__ = ["STORAGE", "WIDE", "render", "uniform_layout"]
 
 #: WGSL element type of a buffer of each storage dtype, holding four tensor elements ("int4": eight).
 STORAGE = {
@@ -26,6 +26,9 @@ STORAGE = {
     "int8": "u32",
     "int4": "u32",
 }
+
+#: WGSL element type of a buffer that is read in units of eight tensor elements (wide.wgsl.j2).
+WIDE = {"float32": "vec4<f32>", "float16": "vec4<u32>", "int8": "vec2<u32>", "int4": "u32"}
 
 _LOAD = {
     "float32": "return {name}[i];",

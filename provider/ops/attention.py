@@ -23,7 +23,7 @@ import numpy as np
 
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected, Route
 from ort_webgpu.wgsl.kernel import Binding, Constant, Kernel, Launch, Program
-from ort_webgpu.wgsl.render import STORAGE, scalar_element
+from ort_webgpu.wgsl.render import STORAGE, WIDE, scalar_element
 
 __all__ = [
     "CORE_ROUTES",
@@ -238,11 +238,12 @@ def _uniforms(p: AttentionProblem, **extra: int) -> tuple[tuple[str, int | float
     return tuple({**own, **extra}.items())
 
 
-def _input_bindings(p: AttentionProblem) -> list[Binding]:
+def _input_bindings(p: AttentionProblem, wide: bool = False) -> list[Binding]:
+    element = (WIDE if wide else STORAGE)[p.kv_dtype]
     bindings = [
         Binding("q", "vec4<f32>"),
-        Binding("k", STORAGE[p.kv_dtype]),
-        Binding("v", STORAGE[p.kv_dtype]),
+        Binding("k", element),
+        Binding("v", element),
         Binding("seq", "i32"),
     ]
     if p.bias_dtype:
@@ -419,11 +420,10 @@ class Flash(CoreRoute):
 class SplitK(CoreRoute):
     """Few query rows: the keys are dealt out to workgroups and the shares merged."""
 
-    workgroup = 64
-
-    def __init__(self, subgroups: bool):
-        self.subgroups = subgroups
-        self.name = "splitk" if subgroups else "splitk_nosg"
+    name = "splitk_nosg"
+    template = "attention_splitk"
+    wide = False
+    features: frozenset[str] = frozenset()
 
     def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
         if problem.qk:
@@ -435,46 +435,55 @@ class SplitK(CoreRoute):
                 f"{problem.rows} query rows for each KV head; it is for at most 64"
                 " (few queries, many keys)"
             )
-        memory = 16 * self.rows(problem) * problem.h4 + 4 * self.workgroup * (
-            self.rows(problem) + 5
+        bindings = _input_bindings(problem, self.wide) + _output_bindings(problem)
+        return (
+            self._geometry_rejection(problem, caps)
+            or _too_many_buffers([*bindings, bindings[0]], caps)
+            or Accepted()
         )
+
+    def _geometry_rejection(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
+        memory = 16 * self.rows(p, caps) * p.h4 + 4 * 64 * (self.rows(p, caps) + 5)
         if memory > caps.workgroup_memory:
             return Rejected(
                 f"needs {memory} bytes of workgroup memory, the adapter has {caps.workgroup_memory}"
             )
-        bindings = _input_bindings(problem) + _output_bindings(problem)
-        return _too_many_buffers([*bindings, bindings[0]], caps) or Accepted()
+        return None
 
-    @staticmethod
-    def rows(p: AttentionProblem) -> int:
+    def rows(self, p: AttentionProblem, caps: Caps) -> int:
         """Rows that one workgroup takes: a power of two up to 8."""
         most = 8 if p.v4 <= 32 else 4 if p.v4 <= 64 else 2
         return min(most, 1 << (p.rows - 1).bit_length())
 
+    def geometry(self, p: AttentionProblem, caps: Caps) -> tuple[int, dict[str, Constant]]:
+        """Workgroup size and the template's own constants."""
+        return 64, {"VP": min(64, 1 << (p.v4 - 1).bit_length())}
+
     def splits(self, p: AttentionProblem, caps: Caps) -> int:
         """Shares of the keys: enough workgroups to fill the device, no share under 64 keys."""
         keys = p.max_keys if p.window < 0 else min(p.max_keys, p.window + p.q_len)
-        groups = p.batch * p.kv_heads * -(-p.rows // self.rows(p))
+        groups = p.batch * p.kv_heads * -(-p.rows // self.rows(p, caps))
         target = 8 if caps.software else 256
         return max(1, min(-(-target // groups), keys // 64, 64))
 
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p = problem
-        rows, splits = self.rows(p), self.splits(p, caps)
+        rows, splits = self.rows(p, caps), self.splits(p, caps)
         row_groups = -(-p.rows // rows)
-        columns = 1 << (p.v4 - 1).bit_length()
         direct = splits == 1
+        size, own = self.geometry(p, caps)
         partial = [
             Binding("part_o", "vec4<f32>", "read_write"),
             Binding("part_ml", "vec2<f32>", "read_write"),
         ]
         split = _launch(
-            "attention_splitk",
-            _constants(p, ROWS=rows, direct=direct, VP=min(self.workgroup, columns)),
-            _input_bindings(p) + (_output_bindings(p) if direct else partial),
-            self.workgroup,
+            self.template,
+            _constants(p, ROWS=rows, direct=direct, **own),
+            _input_bindings(p, self.wide) + (_output_bindings(p) if direct else partial),
+            size,
             p.batch * p.kv_heads * row_groups * splits,
             _uniforms(p, splits=splits, row_groups=row_groups),
+            self.features,
         )
         if direct:
             return Parts((split,))
@@ -496,8 +505,70 @@ class SplitK(CoreRoute):
         return Parts((split, merge), scratch)
 
 
+class SplitKSubgroups(SplitK):
+    """Split-K with several lanes to a key, whose partial sums meet by shuffles."""
+
+    name = "splitk"
+    template = "attention_splitk_sg"
+    wide = True
+    features = frozenset({"subgroups"})
+
+    def _geometry_rejection(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
+        if shuffle_width(caps) < 2:
+            return Rejected(
+                f"needs subgroups of 2 lanes or more, the adapter has {caps.subgroup_min or 'none'}"
+            )
+        if p.head_size % 8 or p.v_head_size != p.head_size:
+            return Rejected(
+                f"head sizes {p.head_size} and {p.v_head_size}; it takes equal multiples of 8"
+            )
+        if self._size(p, caps) is None:
+            return Rejected(
+                f"head size {p.head_size} needs more than {caps.workgroup_memory} bytes of"
+                " workgroup memory"
+            )
+        return None
+
+    def lanes(self, p: AttentionProblem, caps: Caps) -> int:
+        """Lanes that share a key: the most that leave few of them idle."""
+        units = p.head_size // 8
+        fitting = [n for n in (2, 4, 8, 16) if n <= shuffle_width(caps)]
+        idle = {n: -(-units // n) * n / units for n in fitting}
+        return max([n for n in fitting if idle[n] <= 1.34] or [min(fitting, key=idle.__getitem__)])
+
+    def rows(self, p: AttentionProblem, caps: Caps) -> int:
+        units = -(-(p.head_size // 8) // self.lanes(p, caps))
+        most = 8 if units == 1 else 4 if units <= 2 else 2
+        return min(most, self.lanes(p, caps), 1 << (p.rows - 1).bit_length())
+
+    def _size(self, p: AttentionProblem, caps: Caps) -> int | None:
+        """Lanes of a workgroup: as many as the memory for the final merge allows."""
+        lanes = self.lanes(p, caps)
+        for size in (64,) if caps.software else (256, 128, 64, 32):
+            teams = size // lanes
+            memory = teams * (p.v4 * 16 + self.rows(p, caps) * 8)
+            if teams and size <= caps.workgroup_invocations and memory <= caps.workgroup_memory:
+                return size
+        return None
+
+    def geometry(self, p: AttentionProblem, caps: Caps) -> tuple[int, dict[str, Constant]]:
+        lanes, size = self.lanes(p, caps), self._size(p, caps)
+        assert size is not None
+        units = -(-(p.head_size // 8) // lanes)
+        ahead = 2 if units > 1 else 4
+        if p.kv_dtype in ("int8", "int4"):
+            ahead *= 2
+        return size, {"LPK": lanes, "UPL": units, "KB": ahead}
+
+
 #: In order of preference; the last takes everything.
-CORE_ROUTES: tuple[CoreRoute, ...] = (SplitK(False), Flash(True), Flash(False), Serial())
+CORE_ROUTES: tuple[CoreRoute, ...] = (
+    SplitKSubgroups(),
+    SplitK(),
+    Flash(True),
+    Flash(False),
+    Serial(),
+)
 
 
 def composed_routes() -> tuple[ComposedRoute, ...]:
