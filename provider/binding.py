@@ -1,9 +1,9 @@
 """IOBinding for sessions that are a plan: what is bound is kept here, and read back by the run.
 
 ORT's own binding cannot be read back where a raw pointer was bound. ORT's binding to the stand-in
-is made as well, so that a mistake in a name, type or device is ORT's error, in its words. A past and
-a present bound to one value are computed apart and copied: rows of a static cache that hold no key
-come out zero, where ORT's in-place form leaves them as they were.
+is made as well, so that a mistake in a name, type or device is ORT's error, in its words. A past
+and a present bound to one value are computed apart and copied: rows of a static cache that hold no
+key come out zero, where ORT's in-place form leaves them as they were.
 """
 
 import ctypes

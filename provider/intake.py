@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from ort_webgpu.values import DTYPES, Held
 
@@ -88,6 +89,9 @@ class Intake:
         expected = self._expected[name]
         if isinstance(value, onnxruntime.OrtValue):
             return Held.of_ort(value._get_c_value()) if value.has_value() else Held.of_nothing()
+        if value is None and not expected.kind.startswith("optional"):
+            # ORT refuses it only in the first node that reads it, with this error
+            raise Fail(f"[ONNXRuntimeError] : 1 : FAIL : Missing Input: {name}")
         if expected.dtype is not None:
             return Held.of_array(np.asarray(value, expected.dtype))
         return Held.of_python(value)

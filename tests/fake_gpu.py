@@ -17,12 +17,15 @@ class Buffer:
         self.bytes = np.zeros(nbytes, np.uint8)
 
 
+INFO = AdapterInfo(0, "numpy", "fake", "none", "DiscreteGPU", "")
+
+
 @dataclass
 class FakeGpu:
     """The part of `Gpu` that plans use; kernels are numpy functions, by template name."""
 
     caps: Caps = field(default_factory=Caps)
-    info: AdapterInfo = AdapterInfo(0, "numpy", "fake", "none", "DiscreteGPU", "")
+    info: AdapterInfo = INFO
     counters: Counters = field(default_factory=Counters)
     submits: list[list[str]] = field(default_factory=list)
     downloads: list[int] = field(default_factory=list)

@@ -229,9 +229,9 @@ def test_routes_and_why_not_the_others(gpu, rng):
 def test_forced_route_that_rejects_is_an_error(gpu, rng):
     session = WebGPUSession(chain(), routes={"Gelu": "small"})
     session.run(None, {"x": np.ones((4, 3), np.float32)})
-    with pytest.raises(NotOffloadedError, match="'g1'.*small.*9 rows"):
+    with pytest.raises(NotOffloadedError, match=r"'g1'.*small.*9 rows"):
         session.run(None, {"x": np.ones((9, 3), np.float32)})
-    with pytest.raises(ValueError, match="no such route.*'any', 'small'"):
+    with pytest.raises(ValueError, match=r"no such route.*'any', 'small'"):
         WebGPUSession(chain(), routes={"Gelu": "huge"})
 
 
