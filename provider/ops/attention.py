@@ -8,7 +8,7 @@ core route of this file computes softmax(q k^T) v. Operands that core routes rea
              KV head h: seq[b].k_row + h * kv_head_rows + j
     seq      int32 [batch][SEQ_FIELDS], made by `sequences`
     out      out_dtype, [query row][num_heads][v_head_size padded to 4]
-    bias     bias_dtype, [batch or 1][num_heads or 1][q_len][bias_width], dense
+    bias     bias_dtype, [batch or 1][num_heads or 1][bias_rows, 0: q_len][bias_width], dense
     mask     int32 [batch][mask_width];  beams int32 [batch][beam_rows]
     sink     sink_dtype [num_heads];  v_scale float32 [kv_heads][v_head_size]
     qk_out   float32 [batch][num_heads][q_len][qk_width]
@@ -84,6 +84,7 @@ class AttentionProblem:
     softcap: float = 0.0
     bias_dtype: str = ""
     bias_heads: int = 1
+    bias_rows: int = 0
     bias_width: int = 0
     mask_width: int = 0
     mask_filter: float = 0.0
@@ -221,6 +222,7 @@ _UNIFORMS = (
     ("window", "i32"),
     ("softcap", "f32"),
     ("bias_heads", "u32"),
+    ("bias_rows", "u32"),
     ("bias_width", "u32"),
     ("mask_width", "u32"),
     ("mask_filter", "f32"),
@@ -235,6 +237,7 @@ _UNIFORMS = (
 
 def _uniforms(p: AttentionProblem, **extra: int) -> tuple[tuple[str, int | float], ...]:
     own = {name: getattr(p, name) for name, _ in _UNIFORMS if hasattr(p, name)}
+    own["bias_rows"] = p.bias_rows or p.q_len
     return tuple({**own, **extra}.items())
 
 
@@ -329,7 +332,7 @@ class FlashTile:
 
     def workgroup_memory(self, p: AttentionProblem, subgroups: bool) -> int:
         """Bytes of workgroup memory: the key and value tile, weights, and maxima without subgroups."""
-        tile = self.cl * self.kpt * (max(p.h4, p.v4) + 1) * 16
+        tile = (self.cl * self.kpt * (max(p.h4, p.v4) + 1) + self.cl) * 16
         cells = self.rl * self.rpt * (self.cl + 1)
         return tile + cells * 4 * self.kpt + (0 if subgroups else cells * 4)
 
@@ -367,7 +370,7 @@ class Flash(CoreRoute):
                 f"needs subgroups of 4 lanes or more, the adapter has {caps.subgroup_min or 'none'}"
             )
         if problem.qk:
-            return Rejected("writes no output_qk; only the serial route does")
+            return Rejected("writes no output_qk; the split-K and serial routes do")
         bindings = _input_bindings(problem) + _output_bindings(problem)
         return (
             _too_many_buffers(bindings, caps)
@@ -426,8 +429,8 @@ class SplitK(CoreRoute):
     features: frozenset[str] = frozenset()
 
     def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
-        if problem.qk:
-            return Rejected("writes no output_qk; only the serial route does")
+        if problem.qk == 2:
+            return Rejected("writes raw scores as output_qk; only the serial route probabilities")
         if problem.packed_rows:
             return Rejected("takes no packed rows: their number differs between batch entries")
         if problem.rows > 64:
@@ -435,12 +438,24 @@ class SplitK(CoreRoute):
                 f"{problem.rows} query rows for each KV head; it is for at most 64"
                 " (few queries, many keys)"
             )
-        bindings = _input_bindings(problem, self.wide) + _output_bindings(problem)
         return (
             self._geometry_rejection(problem, caps)
-            or _too_many_buffers([*bindings, bindings[0]], caps)
+            or _too_many_buffers(self._bindings(problem, self._direct(problem, caps)), caps)
             or Accepted()
         )
+
+    def _direct(self, p: AttentionProblem, caps: Caps) -> bool:
+        return self.splits(p, caps) == 1
+
+    def _bindings(self, p: AttentionProblem, direct: bool) -> list[Binding]:
+        partial = [
+            Binding("part_o", "vec4<f32>", "read_write"),
+            Binding("part_ml", "vec2<f32>", "read_write"),
+        ]
+        bindings = _input_bindings(p, self.wide) + (_output_bindings(p) if direct else partial)
+        if p.qk:
+            bindings.append(Binding("qk_out", "f32", "read_write"))
+        return bindings
 
     def _geometry_rejection(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
         memory = 16 * self.rows(p, caps) * p.h4 + 4 * 64 * (self.rows(p, caps) + 5)
@@ -470,16 +485,12 @@ class SplitK(CoreRoute):
         p = problem
         rows, splits = self.rows(p, caps), self.splits(p, caps)
         row_groups = -(-p.rows // rows)
-        direct = splits == 1
+        direct = self._direct(p, caps)
         size, own = self.geometry(p, caps)
-        partial = [
-            Binding("part_o", "vec4<f32>", "read_write"),
-            Binding("part_ml", "vec2<f32>", "read_write"),
-        ]
         split = _launch(
             self.template,
-            _constants(p, ROWS=rows, direct=direct, **own),
-            _input_bindings(p, self.wide) + (_output_bindings(p) if direct else partial),
+            _constants(p, ROWS=rows, direct=direct, qk=p.qk, **own),
+            self._bindings(p, direct),
             size,
             p.batch * p.kv_heads * row_groups * splits,
             _uniforms(p, splits=splits, row_groups=row_groups),
