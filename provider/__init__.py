@@ -15,6 +15,7 @@ from ort_webgpu.errors import (
 )
 from ort_webgpu.explain import Explanation, Row
 from ort_webgpu.session import WebGPUSession
+from ort_webgpu.trace import NodeCall
 
 __all__ = [
     "AdapterInfo",
@@ -25,6 +26,7 @@ __all__ = [
     "InvalidInputError",
     "InvalidModelError",
     "NoAdapterError",
+    "NodeCall",
     "NotOffloadedError",
     "OrtWebGpuError",
     "Row",

@@ -25,6 +25,7 @@ from ort_webgpu.placement import Placement, needs_expansion
 from ort_webgpu.profiling import PROVIDER, DeviceEvents
 from ort_webgpu.segments import SegmentFactory
 from ort_webgpu.steps import Choice, Chooser, CpuStep, Env, GpuNode, GpuStep
+from ort_webgpu.trace import Observer, node_call
 from ort_webgpu.values import Held, fetch, to_host
 
 __all__ = ["Kinds", "Plan", "build_plan"]
@@ -72,11 +73,13 @@ class Plan:
         names: tuple[str, ...],
         run_options: Any = None,
         ort_values: bool = False,
+        observer: Observer | None = None,
     ) -> list[Held]:
         """The values `names` for the graph inputs `feeds`; steps that they don't need are skipped.
 
         `names` must be outputs of the model. `ort_values`: the caller wants no Python object for a
-        sequence, map or optional. Errors are those of ORT and of the operators.
+        sequence, map or optional. `observer` gets the NodeCall of every offloaded node, in order.
+        Errors are those of ORT and of the operators.
         """
         key = (names, ort_values)
         schedule = self._schedules.get(key)
@@ -88,6 +91,9 @@ class Plan:
                 entry.step.run(env, entry.work, entry.as_objects, run_options)
             else:
                 entry.step.run(env, entry.work, run_options)
+                if observer is not None:
+                    for one in entry.work:
+                        observer(node_call(one, env, self.gpu))
             for name in entry.dropped:
                 env.pop(name, None)
         return [env[name] for name in names]

@@ -22,6 +22,7 @@ from ort_webgpu.intake import Intake
 from ort_webgpu.options import copy_options, plain_values, with_plain_values
 from ort_webgpu.placement import Offload
 from ort_webgpu.profiling import PROVIDER, merged_profile
+from ort_webgpu.trace import Observer
 from ort_webgpu.values import Held
 
 __all__ = ["WebGPUSession"]
@@ -143,6 +144,19 @@ class WebGPUSession(_Base):
             return _run_plain(self, output_names, input_feed, run_options)
         names, feeds = self._taken(output_names, input_feed)
         return plan.fetch(feeds, names, plan.run(feeds, names, run_options))
+
+    def run_traced(
+        self, output_names: Any, input_feed: Any, observer: Observer, run_options: Any = None
+    ) -> list[Any]:
+        """As `run`; `observer` is called with a `NodeCall` for each offloaded node, in order.
+
+        Slower than `run`: all that these nodes read and give is downloaded.
+        """
+        plan = self._plan
+        if plan is None:
+            return self.run(output_names, input_feed, run_options)
+        names, feeds = self._taken(output_names, input_feed)
+        return plan.fetch(feeds, names, plan.run(feeds, names, run_options, observer=observer))
 
     def run_with_ort_values(
         self, output_names: Any, input_dict_ort_values: Any, run_options: Any = None
