@@ -502,7 +502,7 @@ def _list(backend: str) -> list[tuple[AdapterInfo, Any]]:
     package = _package(backend)
     if package is None:
         return []
-    found = []
+    found: list[tuple[AdapterInfo, Any]] = []
     for raw in package.gpu.enumerate_adapters_sync():
         about = raw.info
         if about["backend_type"] in ("OpenGL", "OpenGLES"):
@@ -547,8 +547,14 @@ def open_gpu(adapter: str | int = "auto", backend: str = "auto") -> Gpu | None:
             adapter = int(adapter)
     if adapter == "none":
         return None
-    listed = [pair for name in _backends(backend) for pair in _list(name)]
-    chosen = _choose(adapter, listed)
+    listed: list[tuple[AdapterInfo, Any]] = []
+    chosen = None
+    for name in _backends(backend):  # "auto" asks Dawn only for what wgpu-native has not
+        found = _list(name)
+        listed += found
+        chosen = chosen or _choose(adapter, found)
+        if chosen is not None:
+            break
     if chosen is None:
         if adapter == "auto":
             return None
