@@ -72,6 +72,8 @@ class Chooser:
             verdict = route.check(choice.problem, self._gpu.caps)
             if isinstance(verdict, Rejected):
                 reasons[route.name] = verdict.reason
+            elif route.forced_only:
+                reasons[route.name] = "runs only where routes= names it"
             elif choice.route is not None and route.name not in choice.rejected:
                 reasons[route.name] = f"would do; {choice.route.name} comes before it"
         return reasons
@@ -79,7 +81,7 @@ class Chooser:
     def _decide(self, spec: OpSpec, problem: Any, forced: str | None) -> Choice:
         rejected = {}
         for route in spec.routes:
-            if forced and route.name != forced:
+            if route.name != forced if forced else route.forced_only:
                 continue
             verdict = route.check(problem, self._gpu.caps)
             if not isinstance(verdict, Rejected):

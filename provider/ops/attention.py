@@ -1,29 +1,27 @@
-"""The attention that all operators share: AttentionProblem, its routes, and their composition.
+"""The core routes, in order of preference: how softmax(q k^T) v of an AttentionProblem is computed.
 
-An operator turns its inputs into float32 query rows and key and value rows (its prologue), then any
-core route of this file computes softmax(q k^T) v. Operands that core routes read and write, by name:
-
-    q        float32, [query row][num_heads][head_size padded to 4], times the score scale
-    k, v     kv_dtype, rows of head_size and v_head_size padded to 4; row of key j of batch entry b and
-             KV head h: seq[b].k_row + h * kv_head_rows + j
-    seq      int32 [batch][SEQ_FIELDS], made by `sequences`
-    out      out_dtype, [query row][num_heads][v_head_size padded to 4]
-    bias     bias_dtype, [batch or 1][num_heads or 1][bias_rows, 0: q_len][bias_width], dense
-    mask     int32 [batch][mask_width];  beams int32 [batch][beam_rows]
-    sink     sink_dtype [num_heads];  v_scale float32 [kv_heads][v_head_size]
-    qk_out   float32 [batch][num_heads][q_len][qk_width]
-
-Semantics: contract ort-semantics.md 2.3, 2.4, 3.1. Scores, weights and sums are float32.
+Operands and semantics are those of attention_core.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import numpy as np
-
-from ort_webgpu.ops.spec import Accepted, Caps, Rejected, Route
-from ort_webgpu.wgsl.kernel import Binding, Constant, Kernel, Launch, Program
-from ort_webgpu.wgsl.render import STORAGE, WIDE, scalar_element
+from ort_webgpu.ops.attention_core import (
+    SEQ_FIELDS,
+    AttentionProblem,
+    ComposedRoute,
+    CoreRoute,
+    Parts,
+    constants,
+    input_bindings,
+    make_launch,
+    output_bindings,
+    sequences,
+    shuffle_width,
+    too_many_buffers,
+    uniforms,
+)
+from ort_webgpu.ops.spec import Accepted, Caps, Rejected
+from ort_webgpu.wgsl.kernel import Binding, Constant
 
 __all__ = [
     "CORE_ROUTES",
@@ -36,262 +34,6 @@ __all__ = [
     "sequences",
 ]
 
-SEQ_FIELDS = (
-    "q_row",  # first query row
-    "q_valid",  # query rows that exist; rows beyond see nothing
-    "k_row",  # first key row of KV head 0
-    "past",  # key index that precedes the first query's own
-    "total",  # keys that exist
-    "bias_batch",  # row of the bias' first axis
-    "key0",  # absolute position of key 0: the bias' first column, and rotary positions
-    "write",  # row of the cache, counted like keys, that takes the first new key
-    "keep",  # cache_copy: rows taken from the past
-    "shift",  # cache_copy: rows of the past that were dropped in front
-    "new",  # cache_copy: first row that `prepare` writes
-    "new_count",  # cache_copy: how many it writes
-)
-
-
-def sequences(batch: int, **fields: Any) -> np.ndarray:
-    """The `seq` operand: int32 [batch, len(SEQ_FIELDS)]; a field is a number or one per entry."""
-    table = np.zeros((batch, len(SEQ_FIELDS)), np.int32)
-    for name, value in fields.items():
-        table[:, SEQ_FIELDS.index(name)] = value
-    return table
-
-
-@dataclass(frozen=True)
-class AttentionProblem:
-    """The facts of one attention; no arrays.
-
-    `max_keys` is the largest number of keys that any query row sees, `qk` 0 (none), 1 (raw scores)
-    or 2 (probabilities). `packed_rows`: entries have different numbers of query rows and rows beyond
-    `q_valid` do not exist; otherwise such rows exist and are written as zero.
-    """
-
-    batch: int
-    q_len: int
-    num_heads: int
-    kv_heads: int
-    head_size: int
-    v_head_size: int
-    kv_dtype: str
-    out_dtype: str
-    kv_head_rows: int
-    max_keys: int
-    causal: bool = True
-    window: int = -1
-    softcap: float = 0.0
-    bias_dtype: str = ""
-    bias_heads: int = 1
-    bias_rows: int = 0
-    bias_width: int = 0
-    mask_width: int = 0
-    mask_filter: float = 0.0
-    beam_width: int = 0
-    beam_rows: int = 0
-    sink: str = ""  # "" none, "zero" (smooth softmax), or the dtype of the sink operand
-    v_scaled: bool = False
-    exclude_lowest: bool = True
-    qk: int = 0
-    qk_width: int = 0
-    packed_rows: bool = False
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Rows (query positions times heads of a group) of one KV head."""
-        return self.q_len * self.group
-
-    @property
-    def h4(self) -> int:
-        """Groups of four in a key row."""
-        return -(-self.head_size // 4)
-
-    @property
-    def v4(self) -> int:
-        """Groups of four in a value row."""
-        return -(-self.v_head_size // 4)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Launches and the scratch they use, to be chained."""
-
-    launches: tuple[Launch, ...] = ()
-    scratch: tuple[tuple[str, int], ...] = ()
-
-
-class Composed(Protocol):
-    """An operator's problem: a core attention between a prologue and an epilogue."""
-
-    @property
-    def core(self) -> AttentionProblem: ...
-    def check(self, caps: Caps) -> Accepted | Rejected: ...
-    def prologue(self, caps: Caps) -> Parts: ...
-    def epilogue(self, caps: Caps) -> Parts: ...
-    def names(self) -> dict[str, str]: ...
-    def card_variant(self, core_route: str, caps: Caps) -> str | None: ...
-
-
-class CoreRoute:
-    """A way to compute the core attention."""
-
-    name: str
-
-    def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
-        """Whether the route takes the problem on such a device."""
-        raise NotImplementedError
-
-    def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
-        """Its launches, over the operand names of this module."""
-        raise NotImplementedError
-
-
-class ComposedRoute(Route):
-    """A core route inside an operator: prologue, core, epilogue."""
-
-    def __init__(self, core: CoreRoute):
-        self.core_route = core
-        self.name = core.name
-
-    def check(self, problem: Composed, caps: Caps) -> Accepted | Rejected:
-        verdict = problem.check(caps)
-        if isinstance(verdict, Rejected):
-            return verdict
-        return self.core_route.check(problem.core, caps)
-
-    def program(self, problem: Composed, caps: Caps) -> Program:
-        before = problem.prologue(caps)
-        core = self.core_route.parts(problem.core, caps)
-        after = problem.epilogue(caps)
-        names = problem.names()
-        renamed = tuple(
-            Launch(
-                launch.kernel,
-                tuple((binding, names.get(operand, operand)) for binding, operand in launch.operands),
-                launch.workgroups,
-                launch.uniforms,
-            )
-            for launch in core.launches
-        )
-        return Program(
-            before.launches + renamed + after.launches,
-            before.scratch + core.scratch + after.scratch,
-        )
-
-    def card_variant(self, problem: Composed, caps: Caps) -> str | None:
-        return problem.card_variant(self.name, caps)
-
-
-# -- kernels of the core ---------------------------------------------------------------------------
-
-
-def _constants(p: AttentionProblem, **extra: Constant) -> tuple[tuple[str, Constant], ...]:
-    constants: dict[str, Constant] = {
-        "H4": p.h4,
-        "V4": p.v4,
-        "GROUP": p.group,
-        "kv": p.kv_dtype,
-        "out": p.out_dtype,
-        "causal": p.causal,
-        "window": p.window >= 0,
-        "softcap": p.softcap > 0,
-        "bias": p.bias_dtype,
-        "mask": p.mask_width > 0,
-        "beams": p.beam_width > 0,
-        "exclude_lowest": p.exclude_lowest,
-        "sink": "" if p.sink == "zero" else p.sink,
-        "sink_is_zero": p.sink == "zero",
-        "v_scaled": p.v_scaled,
-        "packed_rows": p.packed_rows,
-        **extra,
-    }
-    return tuple(sorted(constants.items()))
-
-
-_UNIFORMS = (
-    ("q_len", "u32"),
-    ("num_heads", "u32"),
-    ("kv_heads", "u32"),
-    ("kv_head_rows", "u32"),
-    ("window", "i32"),
-    ("softcap", "f32"),
-    ("bias_heads", "u32"),
-    ("bias_rows", "u32"),
-    ("bias_width", "u32"),
-    ("mask_width", "u32"),
-    ("mask_filter", "f32"),
-    ("beam_width", "u32"),
-    ("beam_rows", "u32"),
-    ("qk_width", "u32"),
-    ("tiles", "u32"),
-    ("splits", "u32"),
-    ("row_groups", "u32"),
-)
-
-
-def _uniforms(p: AttentionProblem, **extra: int) -> tuple[tuple[str, int | float], ...]:
-    own = {name: getattr(p, name) for name, _ in _UNIFORMS if hasattr(p, name)}
-    own["bias_rows"] = p.bias_rows or p.q_len
-    return tuple({**own, **extra}.items())
-
-
-def _input_bindings(p: AttentionProblem, wide: bool = False) -> list[Binding]:
-    element = (WIDE if wide else STORAGE)[p.kv_dtype]
-    bindings = [
-        Binding("q", "vec4<f32>"),
-        Binding("k", element),
-        Binding("v", element),
-        Binding("seq", "i32"),
-    ]
-    if p.bias_dtype:
-        bindings.append(Binding("bias", scalar_element(p.bias_dtype)))
-    if p.mask_width:
-        bindings.append(Binding("mask", "i32"))
-    if p.beam_width:
-        bindings.append(Binding("beams", "i32"))
-    return bindings
-
-
-def _output_bindings(p: AttentionProblem) -> list[Binding]:
-    bindings = [Binding("out", STORAGE[p.out_dtype], "read_write")]
-    if p.sink and p.sink != "zero":
-        bindings.append(Binding("sink", scalar_element(p.sink)))
-    if p.v_scaled:
-        bindings.append(Binding("v_scale", "vec4<f32>"))
-    return bindings
-
-
-def _launch(
-    template: str,
-    constants: tuple[tuple[str, Constant], ...],
-    bindings: list[Binding],
-    workgroup_size: int,
-    workgroups: int,
-    uniforms: tuple[tuple[str, int | float], ...],
-    features: frozenset[str] = frozenset(),
-) -> Launch:
-    kernel = Kernel(template, constants, tuple(bindings), _UNIFORMS, workgroup_size, features)
-    return Launch(kernel, tuple((b.name, b.name) for b in bindings), workgroups, uniforms)
-
-
-def _too_many_buffers(bindings: list[Binding], caps: Caps) -> Rejected | None:
-    if len(bindings) > caps.storage_buffers:
-        return Rejected(
-            f"needs {len(bindings)} storage buffers, the adapter allows {caps.storage_buffers}"
-        )
-    return None
-
-
-def shuffle_width(caps: Caps) -> int:
-    """Lanes that are surely in one subgroup: the largest power of two up to the smallest size."""
-    return 1 << (caps.subgroup_min.bit_length() - 1) if caps.subgroup_min else 0
-
 
 class Serial(CoreRoute):
     """One workgroup per query row and head; takes every problem."""
@@ -299,23 +41,23 @@ class Serial(CoreRoute):
     name = "serial"
 
     def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
-        return _too_many_buffers(self._bindings(problem), caps) or Accepted()
+        return too_many_buffers(self._bindings(problem), caps) or Accepted()
 
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p = problem
-        launch = _launch(
+        launch = make_launch(
             "attention_serial",
-            _constants(p, qk=p.qk),
+            constants(p, qk=p.qk),
             self._bindings(p),
             64,
             p.batch * p.q_len * p.num_heads,
-            _uniforms(p),
+            uniforms(p),
         )
         return Parts((launch,))
 
     @staticmethod
     def _bindings(p: AttentionProblem) -> list[Binding]:
-        bindings = _input_bindings(p) + _output_bindings(p)
+        bindings = input_bindings(p) + output_bindings(p)
         if p.qk:
             bindings.append(Binding("qk_out", "f32", "read_write"))
         return bindings
@@ -371,9 +113,9 @@ class Flash(CoreRoute):
             )
         if problem.qk:
             return Rejected("writes no output_qk; the split-K and serial routes do")
-        bindings = _input_bindings(problem) + _output_bindings(problem)
+        bindings = input_bindings(problem) + output_bindings(problem)
         return (
-            _too_many_buffers(bindings, caps)
+            too_many_buffers(bindings, caps)
             or self._few_rows(problem)
             or self._no_tile(problem, caps)
             or Accepted()
@@ -408,13 +150,13 @@ class Flash(CoreRoute):
         p, tile = problem, self.tile(problem, caps)
         assert tile is not None
         tiles = -(-p.rows // (tile.rl * tile.rpt))
-        launch = _launch(
+        launch = make_launch(
             "attention_flash",
-            _constants(p, RL=tile.rl, CL=tile.cl, RPT=tile.rpt, KPT=tile.kpt),
-            _input_bindings(p) + _output_bindings(p),
+            constants(p, RL=tile.rl, CL=tile.cl, RPT=tile.rpt, KPT=tile.kpt),
+            input_bindings(p) + output_bindings(p),
             tile.rl * tile.cl,
             p.batch * p.kv_heads * tiles,
-            _uniforms(p, tiles=tiles),
+            uniforms(p, tiles=tiles),
             frozenset({"subgroups"}) if self.subgroups else frozenset(),
         )
         return Parts((launch,))
@@ -440,7 +182,7 @@ class SplitK(CoreRoute):
             )
         return (
             self._geometry_rejection(problem, caps)
-            or _too_many_buffers(self._bindings(problem, self._direct(problem, caps)), caps)
+            or too_many_buffers(self._bindings(problem, self._direct(problem, caps)), caps)
             or Accepted()
         )
 
@@ -452,7 +194,7 @@ class SplitK(CoreRoute):
             Binding("part_o", "vec4<f32>", "read_write"),
             Binding("part_ml", "vec2<f32>", "read_write"),
         ]
-        bindings = _input_bindings(p, self.wide) + (_output_bindings(p) if direct else partial)
+        bindings = input_bindings(p, self.wide) + (output_bindings(p) if direct else partial)
         if p.qk:
             bindings.append(Binding("qk_out", "f32", "read_write"))
         return bindings
@@ -487,30 +229,30 @@ class SplitK(CoreRoute):
         row_groups = -(-p.rows // rows)
         direct = self._direct(p, caps)
         size, own = self.geometry(p, caps)
-        split = _launch(
+        split = make_launch(
             self.template,
-            _constants(p, ROWS=rows, direct=direct, qk=p.qk, **own),
+            constants(p, ROWS=rows, direct=direct, qk=p.qk, **own),
             self._bindings(p, direct),
             size,
             p.batch * p.kv_heads * row_groups * splits,
-            _uniforms(p, splits=splits, row_groups=row_groups),
+            uniforms(p, splits=splits, row_groups=row_groups),
             self.features,
         )
         if direct:
             return Parts((split,))
         slots = p.batch * p.num_heads * p.q_len
-        merge = _launch(
+        merge = make_launch(
             "attention_merge",
-            _constants(p),
+            constants(p),
             [
                 Binding("part_o", "vec4<f32>"),
                 Binding("part_ml", "vec2<f32>"),
                 Binding("seq", "i32"),
-                *_output_bindings(p),
+                *output_bindings(p),
             ],
             64,
             slots,
-            _uniforms(p, splits=splits),
+            uniforms(p, splits=splits),
         )
         scratch = (("part_o", slots * splits * p.v4 * 16), ("part_ml", slots * splits * 8))
         return Parts((split, merge), scratch)

@@ -131,9 +131,13 @@ class Rejected:
 
 
 class Route(ABC):
-    """A named strategy for an operator. Both methods are pure."""
+    """A named strategy for an operator. Both methods are pure.
+
+    A `forced_only` route is there to test another one's logic: only `routes=` can choose it.
+    """
 
     name: str
+    forced_only: bool = False
 
     @abstractmethod
     def check(self, problem: Any, caps: Caps) -> Accepted | Rejected:

@@ -1,0 +1,308 @@
+"""What attention of every operator shares: AttentionProblem, CoreRoute, and their composition.
+
+An operator turns its inputs into float32 query rows and key and value rows (its prologue), then any
+core route computes softmax(q k^T) v. Operands that core routes read and write, by name:
+
+    q        float32, [query row][num_heads][head_size padded to 4], times the score scale
+    k, v     kv_dtype, rows of head_size and v_head_size padded to 4; row of key j of batch entry b
+             and KV head h: seq[b].k_row + h * kv_head_rows + j
+    seq      int32 [batch][SEQ_FIELDS], made by `sequences`
+    out      out_dtype, [query row][num_heads][v_head_size padded to 4]
+    bias     bias_dtype, [batch or 1][num_heads or 1][bias_rows, 0: q_len][bias_width], dense
+    mask     int32 [batch][mask_width];  beams int32 [batch][beam_rows]
+    sink     sink_dtype [num_heads];  v_scale float32 [kv_heads][v_head_size]
+    qk_out   float32 [batch][num_heads][q_len][qk_width]
+
+Semantics: contract ort-semantics.md 2.3, 2.4, 3.1. Scores, weights and sums are float32.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ort_webgpu.ops.spec import Accepted, Caps, Rejected, Route
+from ort_webgpu.wgsl.kernel import Binding, Constant, Kernel, Launch, Program
+from ort_webgpu.wgsl.render import STORAGE, WIDE, scalar_element
+
+__all__ = [
+    "SEQ_FIELDS",
+    "AttentionProblem",
+    "ComposedRoute",
+    "CoreRoute",
+    "Parts",
+    "constants",
+    "input_bindings",
+    "make_launch",
+    "output_bindings",
+    "sequences",
+    "shuffle_width",
+    "too_many_buffers",
+    "uniforms",
+]
+
+SEQ_FIELDS = (
+    "q_row",  # first query row
+    "q_valid",  # query rows that exist; rows beyond see nothing
+    "k_row",  # first key row of KV head 0
+    "past",  # key index that precedes the first query's own
+    "total",  # keys that exist
+    "bias_batch",  # row of the bias' first axis
+    "key0",  # absolute position of key 0: the bias' first column, and rotary positions
+    "write",  # row of the cache, counted like keys, that takes the first new key
+    "keep",  # cache_copy: rows taken from the past
+    "shift",  # cache_copy: rows of the past that were dropped in front
+    "new",  # cache_copy: first row that `prepare` writes
+    "new_count",  # cache_copy: how many it writes
+)
+
+
+def sequences(batch: int, **fields: Any) -> np.ndarray:
+    """The `seq` operand: int32 [batch, len(SEQ_FIELDS)]; a field is a number or one per entry."""
+    table = np.zeros((batch, len(SEQ_FIELDS)), np.int32)
+    for name, value in fields.items():
+        table[:, SEQ_FIELDS.index(name)] = value
+    return table
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """The facts of one attention; no arrays.
+
+    `max_keys` is the largest number of keys that any query row sees, `qk` 0 (none), 1 (raw scores)
+    or 2 (probabilities). `packed_rows`: entries have different numbers of query rows and rows
+    beyond `q_valid` do not exist; otherwise such rows exist and are written as zero.
+    """
+
+    batch: int
+    q_len: int
+    num_heads: int
+    kv_heads: int
+    head_size: int
+    v_head_size: int
+    kv_dtype: str
+    out_dtype: str
+    kv_head_rows: int
+    max_keys: int
+    causal: bool = True
+    window: int = -1
+    softcap: float = 0.0
+    bias_dtype: str = ""
+    bias_heads: int = 1
+    bias_rows: int = 0
+    bias_width: int = 0
+    mask_width: int = 0
+    mask_filter: float = 0.0
+    beam_width: int = 0
+    beam_rows: int = 0
+    sink: str = ""  # "" none, "zero" (smooth softmax), or the dtype of the sink operand
+    v_scaled: bool = False
+    exclude_lowest: bool = True
+    qk: int = 0
+    qk_width: int = 0
+    packed_rows: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Rows (query positions times heads of a group) of one KV head."""
+        return self.q_len * self.group
+
+    @property
+    def h4(self) -> int:
+        """Groups of four in a key row."""
+        return -(-self.head_size // 4)
+
+    @property
+    def v4(self) -> int:
+        """Groups of four in a value row."""
+        return -(-self.v_head_size // 4)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Launches and the scratch they use, to be chained."""
+
+    launches: tuple[Launch, ...] = ()
+    scratch: tuple[tuple[str, int], ...] = ()
+
+
+class Composed(Protocol):
+    """An operator's problem: a core attention between a prologue and an epilogue."""
+
+    @property
+    def core(self) -> AttentionProblem: ...
+    def check(self, caps: Caps) -> Accepted | Rejected: ...
+    def prologue(self, caps: Caps) -> Parts: ...
+    def epilogue(self, caps: Caps) -> Parts: ...
+    def names(self) -> dict[str, str]: ...
+    def card_variant(self, core_route: str, caps: Caps) -> str | None: ...
+
+
+class CoreRoute:
+    """A way to compute the core attention."""
+
+    name: str
+    forced_only: bool = False
+
+    def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
+        """Whether the route takes the problem on such a device."""
+        raise NotImplementedError
+
+    def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
+        """Its launches, over the operand names of this module."""
+        raise NotImplementedError
+
+
+class ComposedRoute(Route):
+    """A core route inside an operator: prologue, core, epilogue."""
+
+    def __init__(self, core: CoreRoute):
+        self.core_route = core
+        self.name = core.name
+        self.forced_only = core.forced_only
+
+    def check(self, problem: Composed, caps: Caps) -> Accepted | Rejected:
+        verdict = problem.check(caps)
+        if isinstance(verdict, Rejected):
+            return verdict
+        return self.core_route.check(problem.core, caps)
+
+    def program(self, problem: Composed, caps: Caps) -> Program:
+        before = problem.prologue(caps)
+        core = self.core_route.parts(problem.core, caps)
+        after = problem.epilogue(caps)
+        names = problem.names()
+        renamed = tuple(
+            Launch(
+                launch.kernel,
+                tuple(
+                    (binding, names.get(operand, operand)) for binding, operand in launch.operands
+                ),
+                launch.workgroups,
+                launch.uniforms,
+            )
+            for launch in core.launches
+        )
+        return Program(
+            before.launches + renamed + after.launches,
+            before.scratch + core.scratch + after.scratch,
+        )
+
+    def card_variant(self, problem: Composed, caps: Caps) -> str | None:
+        return problem.card_variant(self.name, caps)
+
+
+# -- what the core's kernels have in common --------------------------------------------------------
+
+
+def constants(p: AttentionProblem, **extra: Constant) -> tuple[tuple[str, Constant], ...]:
+    """The constants that every attention template needs, and `extra`."""
+    found: dict[str, Constant] = {
+        "H4": p.h4,
+        "V4": p.v4,
+        "GROUP": p.group,
+        "kv": p.kv_dtype,
+        "out": p.out_dtype,
+        "causal": p.causal,
+        "window": p.window >= 0,
+        "softcap": p.softcap > 0,
+        "bias": p.bias_dtype,
+        "mask": p.mask_width > 0,
+        "beams": p.beam_width > 0,
+        "exclude_lowest": p.exclude_lowest,
+        "sink": "" if p.sink == "zero" else p.sink,
+        "sink_is_zero": p.sink == "zero",
+        "v_scaled": p.v_scaled,
+        "packed_rows": p.packed_rows,
+        **extra,
+    }
+    return tuple(sorted(found.items()))
+
+
+_UNIFORMS = (
+    ("q_len", "u32"),
+    ("num_heads", "u32"),
+    ("kv_heads", "u32"),
+    ("kv_head_rows", "u32"),
+    ("window", "i32"),
+    ("softcap", "f32"),
+    ("bias_heads", "u32"),
+    ("bias_rows", "u32"),
+    ("bias_width", "u32"),
+    ("mask_width", "u32"),
+    ("mask_filter", "f32"),
+    ("beam_width", "u32"),
+    ("beam_rows", "u32"),
+    ("qk_width", "u32"),
+    ("tiles", "u32"),
+    ("splits", "u32"),
+    ("row_groups", "u32"),
+)
+
+
+def uniforms(p: AttentionProblem, **extra: int) -> tuple[tuple[str, int | float], ...]:
+    """Values of the uniform block: the problem's own, and `extra`."""
+    own = {name: getattr(p, name) for name, _ in _UNIFORMS if hasattr(p, name)}
+    own["bias_rows"] = p.bias_rows or p.q_len
+    return tuple({**own, **extra}.items())
+
+
+def input_bindings(p: AttentionProblem, wide: bool = False) -> list[Binding]:
+    """What a kernel reads before the softmax; `wide`: k and v in units of eight elements."""
+    element = (WIDE if wide else STORAGE)[p.kv_dtype]
+    bindings = [
+        Binding("q", "vec4<f32>"),
+        Binding("k", element),
+        Binding("v", element),
+        Binding("seq", "i32"),
+    ]
+    if p.bias_dtype:
+        bindings.append(Binding("bias", scalar_element(p.bias_dtype)))
+    if p.mask_width:
+        bindings.append(Binding("mask", "i32"))
+    if p.beam_width:
+        bindings.append(Binding("beams", "i32"))
+    return bindings
+
+
+def output_bindings(p: AttentionProblem) -> list[Binding]:
+    """What attention_epilogue needs to write the result."""
+    bindings = [Binding("out", STORAGE[p.out_dtype], "read_write")]
+    if p.sink and p.sink != "zero":
+        bindings.append(Binding("sink", scalar_element(p.sink)))
+    if p.v_scaled:
+        bindings.append(Binding("v_scale", "vec4<f32>"))
+    return bindings
+
+
+def make_launch(
+    template: str,
+    given: tuple[tuple[str, Constant], ...],
+    bindings: list[Binding],
+    workgroup_size: int,
+    workgroups: int,
+    values: tuple[tuple[str, int | float], ...],
+    features: frozenset[str] = frozenset(),
+) -> Launch:
+    """A launch whose operands are called like its bindings."""
+    kernel = Kernel(template, given, tuple(bindings), _UNIFORMS, workgroup_size, features)
+    return Launch(kernel, tuple((b.name, b.name) for b in bindings), workgroups, values)
+
+
+def too_many_buffers(bindings: list[Binding], caps: Caps) -> Rejected | None:
+    """The rejection, where the adapter allows fewer bindings than these."""
+    if len(bindings) > caps.storage_buffers:
+        return Rejected(
+            f"needs {len(bindings)} storage buffers, the adapter allows {caps.storage_buffers}"
+        )
+    return None
+
+
+def shuffle_width(caps: Caps) -> int:
+    """Lanes that are surely in one subgroup: the largest power of two up to the smallest size."""
+    return 1 << (caps.subgroup_min.bit_length() - 1) if caps.subgroup_min else 0
