@@ -226,7 +226,8 @@ class GpuStep:
                 value = DeviceValue(gpu, buffer, output.spec)
                 env[node.outputs[index]] = Held.of_device(value)
         for index, array in call.host_outputs.items():
-            env[node.outputs[index]] = Held.of_array(array)
+            if index < len(node.outputs) and node.outputs[index]:
+                env[node.outputs[index]] = Held.of_array(array)
         return operands
 
     def _measured(self, one: GpuNode, choice: Choice, launchable: Launchable, env: Env) -> None:
@@ -235,8 +236,9 @@ class GpuStep:
             duration = self.gpu.time([launchable])[0]
         else:
             self.gpu.run([launchable])
-            output = next(name for name in one.node.outputs if name)
-            to_host([env[output]])
+            # Reading a value back waits for the device; the shortest way is the first one there
+            there = (env[n] for n in one.node.outputs if n in env and env[n].on_device_only)
+            to_host([held for held, _ in zip(there, (0,), strict=False)])
             duration = float(time.monotonic_ns() - start)
         route = choice.route.name if choice.route else ""
         self.events.add(one.node, route, start, duration)  # type: ignore[union-attr]
