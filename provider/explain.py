@@ -71,10 +71,15 @@ class Explanation:
             lines[0] = "0 attention nodes found: the whole model runs on the CPU"
         lines += self.notes
         if self.rows:
-            cells = [("node", "operator", "placed", "route", "why")]
+            cells: list[tuple[str, ...]] = [("node", "operator", "placed", "route", "why")]
+            told = set()
             for row in self.rows:
                 cells.append((row.node, row.op_type, row.placed, row.route or "-", row.reason))
-                cells += [("", "", "", f"not {r}", why) for r, why in row.rejected.items()]
+                others = [("", "", "", f"not {r}", why) for r, why in row.rejected.items()]
+                # Layers of a model are alike: what was said of one is not said again
+                if (row.route, *others) not in told:
+                    told.add((row.route, *others))
+                    cells += others
             lines += _table(cells)
         return "\n".join(lines)
 

@@ -149,6 +149,7 @@ class Plan:
             made = frozenset(needed.intersection(step.outputs))
             if not made:
                 continue
+            work: tuple[Any, ...]
             if isinstance(step, CpuStep):
                 work = tuple(name for name in step.outputs if name in made)
                 as_objects = not ort_values and not step.objects.isdisjoint(names)

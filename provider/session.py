@@ -21,6 +21,7 @@ from ort_webgpu.explain import Explanation, Row
 from ort_webgpu.intake import Intake
 from ort_webgpu.options import copy_options, plain_values, with_plain_values
 from ort_webgpu.placement import Offload
+from ort_webgpu.plan import Plan
 from ort_webgpu.profiling import PROVIDER, merged_profile
 from ort_webgpu.trace import Observer
 from ort_webgpu.values import Held
@@ -28,11 +29,11 @@ from ort_webgpu.values import Held
 __all__ = ["WebGPUSession"]
 
 _RECORD = "session.record_ep_graph_assignment_info"
-_Base = onnxruntime.InferenceSession
-_run_plain = _Base.run
+# Bound once: a session that offloads nothing may cost no more than ORT's own
+_run_plain = onnxruntime.InferenceSession.run
 
 
-class WebGPUSession(_Base):
+class WebGPUSession(onnxruntime.InferenceSession):
     """An `onnxruntime.InferenceSession` that runs attention nodes on a WebGPU device.
 
     Args:
@@ -54,6 +55,12 @@ class WebGPUSession(_Base):
     Raises what ORT raises for the same model; NoAdapterError; NotOffloadedError; ValueError for
     keyword values that are not among those above.
     """
+
+    _sess: Any
+    _sess_options: Any
+    _providers: list[str]
+    _provider_options: dict[str, dict[str, str]]
+    _plan: Plan | None
 
     def __init__(
         self,
