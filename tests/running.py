@@ -1,0 +1,95 @@
+"""Runs one conformance case on a device, below the session: one route, poisoned memory, guard rows."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from ort_webgpu.conformance.case import OPERATORS, Case, RejectCase
+from ort_webgpu.device import DeviceBuffer, Gpu
+from ort_webgpu.graph_tools.nodes import Node
+from ort_webgpu.ops import OPS
+from ort_webgpu.ops.spec import Call, OpSpec, Rejected, Route, TensorSpec, Value
+
+POISON = 0xC5  # every float made of these bytes is finite and far from any result
+GUARD = 256  # bytes behind each output that no kernel may touch
+
+
+def node_of(case: Case | RejectCase) -> Node:
+    """The case's node."""
+    return Node.from_proto(case.model().graph.node[0], 0)
+
+
+def values_of(case: Case | RejectCase) -> list[Value | None]:
+    """Its inputs, as a session would hand them to the operator."""
+    return [
+        None if a is None else Value(TensorSpec(a.dtype.name, a.shape), a) for a in case.inputs
+    ]
+
+
+def spec_of(case: Case | RejectCase) -> OpSpec:
+    """Its operator, told the declared types of the node's outputs."""
+    graph = case.model().graph
+    declared = {
+        info.name: tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type).name
+        for info in graph.output
+    }
+    dtypes = [declared.get(name) for name in graph.node[0].output]
+    return OPS["com.microsoft", case.op_type].typed(dtypes)
+
+
+def call_of(case: Case) -> Call:
+    """The validated call, in place where the case says so."""
+    in_place = frozenset({1, 2}) if case.in_place else frozenset[int]()
+    return spec_of(case).call(node_of(case), values_of(case), in_place)
+
+
+def accepting(case: Case, gpu: Gpu) -> Iterator[Route]:
+    """The routes that take the case on this device."""
+    problem = call_of(case).problem
+    for route in spec_of(case).routes:
+        if not isinstance(route.check(problem, gpu.caps), Rejected):
+            yield route
+
+
+def run_route(case: Case, gpu: Gpu, route: Route, poison: int = POISON) -> list[np.ndarray]:
+    """The wanted outputs of `case` on `route`; fails if a guard behind an output was touched."""
+    call = call_of(case)
+    buffers: dict[str, DeviceBuffer] = {}
+    for name, index in call.inputs.items():
+        array = case.inputs[index]
+        assert array is not None
+        buffers[name] = gpu.upload(array)
+    for name, array in call.arrays.items():
+        buffers[name] = gpu.upload(array)
+    for output in call.outputs.values():
+        buffers[output.operand] = _guarded(case, gpu, output, poison)
+    program = route.program(call.problem, gpu.caps)
+    gpu.run([(program, buffers)])
+    results = dict(call.host_outputs)
+    for index, output in sorted(call.outputs.items()):
+        size = -(-output.spec.nbytes // 4) * 4
+        raw = TensorSpec("uint8", (size + GUARD,))
+        (data,) = gpu.download([(buffers[output.operand], raw)])
+        if (data[-(-size // 16) * 16 :] != poison).any():
+            pytest.fail(f"{case.name}: {route.name} wrote behind output {output.operand}")
+        if index >= 0:
+            tensor = data[: output.spec.nbytes].view(output.spec.dtype)
+            results[index] = tensor.reshape(output.spec.shape)
+    names = OPERATORS[case.op_type][1]
+    assert len(results) == sum(case.wanted), f"{case.name}: outputs {names}"
+    return [results[index] for index in sorted(results)]
+
+
+def _guarded(case: Case, gpu: Gpu, output, poison: int) -> DeviceBuffer:
+    """A buffer with a guard behind the tensor; holds poison, or the past of an in-place case."""
+    size = -(-output.spec.nbytes // 4) * 4
+    data = np.full(size + GUARD, poison, np.uint8)
+    if case.in_place and output.alias is not None:
+        past = case.inputs[output.alias]
+        assert past is not None
+        data[: past.nbytes] = np.ascontiguousarray(past).reshape(-1).view(np.uint8)
+    buffer = gpu.upload(data)
+    buffer.nbytes = output.spec.nbytes  # bindings end with the tensor; the guard lies behind
+    return buffer
