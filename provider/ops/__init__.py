@@ -1,6 +1,7 @@
 """The operators: OPS maps (domain, op_type) to the contract and the routes of each."""
 
 from ort_webgpu.ops.group_query_attention import GroupQueryAttention
+from ort_webgpu.ops.packed_attention import PackedAttention, PackedMultiHeadAttention
 from ort_webgpu.ops.padding import RemovePadding, RestorePadding
 from ort_webgpu.ops.spec import OpSpec
 
@@ -8,5 +9,11 @@ __all__ = ["OPS"]
 
 OPS: dict[tuple[str, str], OpSpec] = {
     (spec.domain, spec.op_type): spec
-    for spec in (GroupQueryAttention(), RemovePadding(), RestorePadding())
+    for spec in (
+        GroupQueryAttention(),
+        PackedAttention(),
+        PackedMultiHeadAttention(),
+        RemovePadding(),
+        RestorePadding(),
+    )
 }

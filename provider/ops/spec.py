@@ -107,8 +107,8 @@ class Call:
     `inputs` maps operand names to node input indexes, `arrays` operand names to small host-made
     arrays (uploaded at each call). `outputs` maps node output indexes to what is written there;
     an Output under a negative index is written by the kernels but wanted by nobody. `host_outputs`
-    are outputs that the contract made on the host, where they stay: later host inputs and the caller
-    get them without a transfer.
+    are outputs that the contract made on the host, where they stay: later host inputs and the
+    caller get them without a transfer.
     """
 
     problem: Any

@@ -1,0 +1,198 @@
+"""From packed tokens to the operands of core attention: by projection, or from given q, k and v.
+
+Both write the same rows (packed_place.wgsl.j2): queries float32 [token][head], times the score
+scale; keys and values `kv_dtype` [head][token]; each row padded with zeros to groups of four.
+"""
+
+from dataclasses import dataclass
+
+from ort_webgpu.ops.attention import Parts
+from ort_webgpu.ops.prepare import bytes_per_row
+from ort_webgpu.ops.spec import Caps
+from ort_webgpu.wgsl.kernel import Binding, Constant, Kernel, Launch
+from ort_webgpu.wgsl.render import STORAGE, scalar_element
+
+__all__ = ["KEYS", "GemmTile", "PackedRows", "Projection", "Split"]
+
+KEYS = ("packed_key", "packed_value")
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """What a prologue writes: `tokens` of `heads`, element types and the score scale."""
+
+    tokens: int
+    heads: int
+    head_size: int
+    v_head_size: int
+    dtype: str
+    kv_dtype: str
+    scale: float
+
+    @property
+    def groups(self) -> int:
+        """Groups of four that a token becomes."""
+        return self.heads * (2 * -(-self.head_size // 4) + -(-self.v_head_size // 4))
+
+    @property
+    def aligned(self) -> bool:
+        """Whether no group reaches beyond its head."""
+        return self.head_size % 4 == 0 and self.v_head_size % 4 == 0
+
+    @property
+    def scratch(self) -> tuple[tuple[str, int], ...]:
+        """The operands that are written, with their bytes."""
+        rows = self.tokens * self.heads
+        h, v = -(-self.head_size // 4) * 4, -(-self.v_head_size // 4) * 4
+        return (
+            ("q", rows * bytes_per_row("float32", h)),
+            (KEYS[0], rows * bytes_per_row(self.kv_dtype, h)),
+            (KEYS[1], rows * bytes_per_row(self.kv_dtype, v)),
+        )
+
+    def element(self, aligned: bool) -> str:
+        """WGSL element type of a buffer of `dtype`, read in groups of four where `aligned`."""
+        return STORAGE[self.dtype] if aligned else scalar_element(self.dtype)
+
+    def outputs(self) -> tuple[Binding, ...]:
+        """The bindings of the operands written."""
+        cache = STORAGE[self.kv_dtype]
+        return (
+            Binding("q_out", "vec4<f32>", "read_write"),
+            Binding("k_out", cache, "read_write"),
+            Binding("v_out", cache, "read_write"),
+        )
+
+    def constants(self, **own: Constant) -> tuple[tuple[str, Constant], ...]:
+        """Those of packed_place, and a template's own."""
+        shared: dict[str, Constant] = {
+            "H": self.head_size,
+            "N": self.heads,
+            "V": self.v_head_size,
+            "kv": self.kv_dtype,
+            "t": self.dtype,
+        }
+        return tuple(sorted({**shared, **own}.items()))
+
+
+OUTPUTS = (("q_out", "q"), ("k_out", KEYS[0]), ("v_out", KEYS[1]))
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """Geometry of gemm.wgsl.j2: RL x CL lanes, each TM tokens by TN groups of four columns."""
+
+    rl: int
+    cl: int
+    tm: int
+    tn: int
+    bk: int = 16
+
+    @property
+    def memory(self) -> int:
+        """Bytes of workgroup memory."""
+        return 16 * (self.rl * self.tm * (self.bk // 4) + self.bk * self.cl * self.tn)
+
+    def workgroups(self, rows: PackedRows) -> int:
+        """Tiles that cover the output."""
+        columns = -(-rows.groups // (self.cl * self.tn))
+        return columns * -(-rows.tokens // (self.rl * self.tm))
+
+
+#: Largest first: a larger tile reads less, a smaller one leaves fewer processors without work.
+_TILES = (
+    GemmTile(16, 16, 8, 2),
+    GemmTile(16, 16, 4, 1),
+    GemmTile(8, 8, 4, 1),
+    GemmTile(8, 8, 1, 1),
+)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One launch of gemm.wgsl.j2 over operands `input`, `weights` and `qkv_bias`."""
+
+    rows: PackedRows
+    depth: int
+
+    def tile(self, caps: Caps) -> GemmTile:
+        """The largest that fits, gives the device enough to do and is not mostly padding."""
+        wanted = 4 if caps.software else 128
+        fitting = [
+            tile
+            for tile in _TILES
+            if tile.memory <= caps.workgroup_memory
+            and tile.rl * tile.cl <= caps.workgroup_invocations
+        ]
+        for tile in fitting:
+            if tile.workgroups(self.rows) >= wanted and tile.rl * tile.tm < 2 * self.rows.tokens:
+                return tile
+        return fitting[-1]
+
+    def parts(self, caps: Caps) -> Parts:
+        """The launch and what it writes."""
+        rows, tile = self.rows, self.tile(caps)
+        x_aligned = self.depth % 4 == 0
+        kernel = Kernel(
+            "gemm",
+            rows.constants(
+                x_aligned=x_aligned,
+                w_aligned=rows.aligned,
+                RL=tile.rl,
+                CL=tile.cl,
+                TM=tile.tm,
+                TN=tile.tn,
+                BK=tile.bk,
+            ),
+            (
+                Binding("x", rows.element(x_aligned)),
+                Binding("w", rows.element(rows.aligned)),
+                Binding("bias", rows.element(rows.aligned)),
+                *rows.outputs(),
+            ),
+            (("tokens", "u32"), ("depth", "u32"), ("column_tiles", "u32"), ("scale", "f32")),
+            tile.rl * tile.cl,
+        )
+        launch = Launch(
+            kernel,
+            (("x", "input"), ("w", "weights"), ("bias", "qkv_bias"), *OUTPUTS),
+            tile.workgroups(rows),
+            (
+                ("tokens", rows.tokens),
+                ("depth", self.depth),
+                ("column_tiles", -(-rows.groups // (tile.cl * tile.tn))),
+                ("scale", rows.scale),
+            ),
+        )
+        return Parts((launch,), rows.scratch)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One launch of packed_split.wgsl.j2 over `query`, and unless `joined` `key` and `value`."""
+
+    rows: PackedRows
+    joined: bool
+    bias: bool
+
+    def parts(self, caps: Caps) -> Parts:
+        """The launch and what it writes."""
+        rows = self.rows
+        element = rows.element(rows.aligned)
+        inputs = [("q", "query")] + ([] if self.joined else [("k", "key"), ("v", "value")])
+        if self.bias:
+            inputs.append(("bias", "qkv_bias"))
+        kernel = Kernel(
+            "packed_split",
+            rows.constants(aligned=rows.aligned, joined=self.joined, bias=self.bias),
+            (*(Binding(name, element) for name, _ in inputs), *rows.outputs()),
+            (("tokens", "u32"), ("scale", "f32")),
+            256,
+        )
+        launch = Launch(
+            kernel,
+            (*inputs, *OUTPUTS),
+            -(-rows.tokens * rows.groups // 256),
+            (("tokens", rows.tokens), ("scale", rows.scale)),
+        )
+        return Parts((launch,), rows.scratch)
