@@ -110,8 +110,10 @@ def build(request: Request, wishes: Wishes) -> Built:
         return Built()
     try:
         model = _open(request)
-    except (ModelError, OSError):
-        return Built(notes=("the file is left to ONNX Runtime, whose error or reading it keeps",))
+    except (ModelError, OSError) as error:
+        return Built(notes=(f"left to ONNX Runtime: {error}",))
+    if problem := _missing_data(model, request):
+        return Built(notes=(problem,))
     model, nested = _flatten(model)
     concerned = [n for n in model.nodes if is_candidate(n) or n.op_type in EXPANDABLE]
     if not concerned and not nested:
@@ -179,8 +181,35 @@ def _is_plain(request: Request) -> bool:
 
 def _open(request: Request) -> ModelFile:
     folder = config_entry(request.options, FOLDER_OPTION)
-    source: Any = request.path if request.data is None else request.data
-    return ModelFile.open(source, folder)
+    if request.data is None:
+        return ModelFile.open(request.path or "", folder)
+    # As ORT does: external data of a model without a path is relative to the working directory
+    return ModelFile.open(request.data, folder or ".")
+
+
+def _missing_data(model: ModelFile, request: Request) -> str | None:
+    """What is wrong with the external data, if anything; ORT then reports it in its own words."""
+    sizes: dict[Path, int] = {}
+    for weight in model.weights.values():
+        if weight.path is None:
+            continue
+        if weight.path not in sizes:
+            sizes[weight.path] = weight.path.stat().st_size if weight.path.is_file() else -1
+        size = sizes[weight.path]
+        if size < 0:
+            found = (
+                f"the data of {weight.name!r} should be in {str(weight.path)!r}, which is missing"
+            )
+            if request.data is None:
+                return found
+            return (
+                f"{found}. A model given as bytes or ModelProto has no folder: give its path, or"
+                f" add_session_config_entry({FOLDER_OPTION!r}, FOLDER) to the session options"
+            )
+        if size < weight.offset + weight.length:
+            end = weight.offset + weight.length
+            return f"{str(weight.path)!r} has {size} bytes; {weight.name!r} needs {end}"
+    return None
 
 
 def _flatten(model: ModelFile) -> tuple[ModelFile, tuple[Nested, ...]]:

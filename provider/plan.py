@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx
 from onnxruntime import OrtValue
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from ort_webgpu.device import Gpu
 from ort_webgpu.errors import NotOffloadedError
@@ -27,6 +28,8 @@ from ort_webgpu.segments import SegmentFactory
 from ort_webgpu.steps import Choice, Chooser, CpuStep, Env, GpuNode, GpuStep
 from ort_webgpu.trace import Observer, node_call
 from ort_webgpu.values import Held, fetch, to_host
+
+_TERMINATED = "Exiting due to terminate flag being set to true."
 
 __all__ = ["Kinds", "Plan", "build_plan"]
 
@@ -90,6 +93,8 @@ class Plan:
             if isinstance(entry.step, CpuStep):
                 entry.step.run(env, entry.work, entry.as_objects, run_options)
             else:
+                if run_options is not None and run_options.terminate:
+                    raise Fail(f"[ONNXRuntimeError] : 1 : FAIL : {_TERMINATED}")
                 entry.step.run(env, entry.work, run_options)
                 if observer is not None:
                     for one in entry.work:

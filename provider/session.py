@@ -100,7 +100,12 @@ class WebGPUSession(onnxruntime.InferenceSession):
                 self._request(providers, provider_options, disabled_optimizers), self._wishes
             )
         if self._built.session is None:
-            super()._create_inference_session(providers, provider_options, disabled_optimizers)
+            try:
+                super()._create_inference_session(providers, provider_options, disabled_optimizers)
+            except Exception as error:
+                for note in self._built.notes:
+                    error.add_note(note)
+                raise
             return
         _normalized(providers, provider_options)
         options = copy_options(self._sess_options)

@@ -79,7 +79,7 @@ class Chooser:
         return reasons
 
     def _decide(self, spec: OpSpec, problem: Any, forced: str | None) -> Choice:
-        rejected = {}
+        rejected: dict[str, str] = {}
         for route in spec.routes:
             if route.name != forced if forced else route.forced_only:
                 continue

@@ -17,11 +17,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
+from session_helpers import BOTH, MODEL, feeds, options, outcome, same
 
 from ort_webgpu import NoAdapterError, WebGPUSession
-
-MODEL = Path(__file__).parents[1] / "examples" / "model" / "model.onnx"
-BOTH = ["WebGpuExecutionProvider", "CPUExecutionProvider"]
 
 
 @pytest.fixture(scope="module")
@@ -50,45 +48,6 @@ def ours(software) -> WebGPUSession:
 @pytest.fixture(scope="module")
 def theirs() -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(MODEL, options(), providers=["CPUExecutionProvider"])
-
-
-def options(**properties) -> onnxruntime.SessionOptions:
-    made = onnxruntime.SessionOptions()
-    made.intra_op_num_threads = 1
-    made.log_severity_level = 4
-    for name, value in properties.items():
-        setattr(made, name, value)
-    return made
-
-
-def feeds(tokens=((5, 9, 200, 31, 7), (8, 8, 1, 77, 250)), past: int = 0) -> dict[str, np.ndarray]:
-    """A prompt of two rows over a past of `past` random keys."""
-    ids = np.array(tokens, np.int64)
-    shape = (len(ids), 2, past, 32)
-    rng = np.random.default_rng(past)
-    caches = {
-        f"past_key_values.{layer}.{part}": rng.standard_normal(shape, dtype=np.float32)
-        for layer in range(4)
-        for part in ("key", "value")
-    }
-    mask = np.ones((len(ids), ids.shape[1] + past), np.int64)
-    return {"input_ids": ids, "attention_mask": mask, **caches}
-
-
-def same(ours, theirs) -> None:
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
-
-
-def outcome(call):
-    """Type and text of what `call` raises, or None."""
-    try:
-        call()
-    except Exception as error:
-        return type(error), str(error)
-    return None
 
 
 def describe(args) -> list:
@@ -281,6 +240,14 @@ def test_run_async(ours, theirs):
     ours.run_async(["zz"], feeds(), callback, "mine")
     assert done.wait(60)
     assert calls[1][0] == [] and "Invalid output name" in calls[1][2]
+
+
+def test_terminate_flag(ours, theirs):
+    run_options = onnxruntime.RunOptions()
+    run_options.terminate = True
+    expected = outcome(lambda: theirs.run(None, feeds(), run_options))
+    assert expected is not None
+    assert outcome(lambda: ours.run(None, feeds(), run_options)) == expected
 
 
 def test_threads(ours, theirs):
