@@ -32,19 +32,28 @@ def stand_in(factory: SegmentFactory, original: Any) -> Any:
 
     Raises Undeclarable.
     """
+    session = _session(factory, original, {})
+    # Free-dimension overrides take effect as a session is initialized, in its inputs; ORT carries
+    # them to the outputs by inference, which finds nothing to follow here.
+    given = zip(original.inputs_meta, session.inputs_meta, strict=True)
+    dims = {
+        before: after
+        for one, other in given
+        for before, after in zip(one.shape, other.shape, strict=True)
+        if isinstance(before, str) and isinstance(after, int)
+    }
+    return _session(factory, original, dims) if dims else session
+
+
+def _session(factory: SegmentFactory, original: Any, dims: dict[str, int]) -> Any:
+    """The stand-in, with symbolic output dims replaced where `dims` has them."""
     model = factory.model
     proto = onnx.ModelProto()
     proto.ir_version = 10
     proto.opset_import.append(helper.make_opsetid("", 21))
     _describe(model.proto, proto)
     graph = proto.graph
-    options = copy_options(factory.options)
-    options.enable_profiling = False
-    options.optimized_model_filepath = ""
-    options.graph_optimization_level = _ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = max(_ERROR, options.log_severity_level)
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-
+    options = _quiet_options(factory)
     reported = {arg.name for arg in (*original.inputs_meta, *original.overridable_initializers)}
     graph.input.extend(v for v in model.proto.graph.input if v.name in reported)
     overridable = [name for name in model.overridable if name in reported]
@@ -54,13 +63,24 @@ def stand_in(factory: SegmentFactory, original: Any) -> Any:
         factory.hand_over(options, sub.weights)
     _constants(graph)
     for position, arg in enumerate(original.outputs_meta):
-        kind = type_from_node_arg(arg.type, arg.shape)
+        kind = type_from_node_arg(arg.type, [dims.get(dim, dim) for dim in arg.shape])
         graph.output.add(name=arg.name).type.CopyFrom(kind)
         if arg.name not in reported:
             graph.node.extend(_producer(kind, arg.name, position))
     session = _ort.InferenceSession(options, proto.SerializeToString(), False, False)
     session.initialize_session(list(factory.providers), list(factory.provider_options), set())
     return session
+
+
+def _quiet_options(factory: SegmentFactory) -> Any:
+    """The caller's options for a session that only tells of its inputs and outputs."""
+    options = copy_options(factory.options)
+    options.enable_profiling = False
+    options.graph_optimization_level = _ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    # Each of its outputs is an empty value of another shape than declared, which ORT would tell
+    options.log_severity_level = max(_ERROR, options.log_severity_level)
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    return options
 
 
 def _describe(source: onnx.ModelProto, target: onnx.ModelProto) -> None:

@@ -321,9 +321,18 @@ def ort_level(number: int):
     return list(onnxruntime.GraphOptimizationLevel.__members__.values())[number]
 
 
-def test_weights_are_shared_and_not_copied(make):
-    factory_values = make()._plan.constants
-    assert {held.host().flags.owndata for held in factory_values.values()} == {False}
+def test_free_dimension_override(make):
+    given = options()
+    given.add_free_dimension_override_by_name("batch_size", 2)
+    session, reference = make(MODEL, given), onnxruntime.InferenceSession(MODEL, given)
+    assert session.get_inputs()[0].shape == [2, "sequence_length"]
+    assert describe(session.get_inputs()) == describe(reference.get_inputs())
+    assert describe(session.get_outputs()) == describe(reference.get_outputs())
+    same(session.run(None, feeds()), reference.run(None, feeds()))
+    wrong = feeds(tokens=((1, 2, 3),))
+    expected = outcome(lambda: reference.run(None, wrong))
+    assert expected is not None
+    assert outcome(lambda: session.run(None, wrong)) == expected
 
 
 def test_profile_names_the_provider_of_each_node(make, tmp_path):
