@@ -20,6 +20,7 @@ from ort_webgpu.ops.attention_core import (
     too_many_buffers,
     uniforms,
 )
+from ort_webgpu.ops.attention_matrix import Materialized
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected
 from ort_webgpu.wgsl.kernel import Binding, Constant
 
@@ -318,6 +319,8 @@ class SplitKSubgroups(SplitK):
 CORE_ROUTES: tuple[CoreRoute, ...] = (
     SplitKSubgroups(),
     SplitK(),
+    Materialized(True),
+    Materialized(False),
     Flash(True),
     Flash(False),
     Serial(),

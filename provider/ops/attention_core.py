@@ -242,6 +242,8 @@ _UNIFORMS = (
     ("tiles", "u32"),
     ("splits", "u32"),
     ("row_groups", "u32"),
+    ("key_tiles", "u32"),
+    ("column_tiles", "u32"),
 )
 
 
