@@ -1,4 +1,4 @@
-"""The generated GroupQueryAttention corpus: float caches, quantized caches, window caches.
+"""The generated GroupQueryAttention corpus: float, quantized and window caches, card variants.
 
 Each part is a covering array over `GqaConfig`, in which every pair of parameter values that may
 stand together meets. Level "ci" has one array of each part, "full" has several different ones.
@@ -118,6 +118,37 @@ _WINDOW_CACHE: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 
 
+_ON_CARD = (
+    GqaConfig(phase="prompt", head_size=64, length=70, causal=0),
+    GqaConfig(phase="prompt", head_size=32, length=130, window=20, batch=2),
+    GqaConfig(phase="prompt", head_size=40, length=5, dtype="f16"),
+    GqaConfig(phase="prompt_static", head_size=80, length=130, batch=2, ragged=True),
+    GqaConfig(phase="prompt_static", head_size=64, length=70, bias="BN", batch=2),
+    GqaConfig(phase="prompt_static", head_size=64, length=70, rotary="half", group=4),
+    GqaConfig(phase="prompt_static", head_size=32, length=47, softcap=2.0),
+    GqaConfig(phase="prompt_static", head_size=64, length=70, sink="sink", window=20),
+    GqaConfig(phase="prompt_static", head_size=32, length=70, bias="1N", sink="sink"),
+    GqaConfig(phase="prompt_static", head_size=64, length=130, dtype="f16", group=1),
+    GqaConfig(phase="prompt_static", head_size=128, length=70, dtype="f16", rotary="half"),
+    GqaConfig(phase="chunk_static", head_size=96, length=70, dtype="f16", rotary="half"),
+    GqaConfig(phase="chunk", head_size=64, length=130, rotary="half", group=4),
+    GqaConfig(phase="decode_static", head_size=64, length=130, in_place=True, batch=2, ragged=True),
+    GqaConfig(phase="decode_static", head_size=128, length=70, in_place=True, rotary="half",
+              dtype="f16"),
+    GqaConfig(phase="chunk_static", head_size=64, length=70, in_place=True, rotary="half"),
+    GqaConfig(phase="prompt_static", head_size=32, length=47, in_place=True, batch=2, ragged=True),
+    GqaConfig(phase="decode_static", head_size=64, length=70, window=16, window_extra=12,
+              rotary="half"),
+    GqaConfig(phase="chunk_static", head_size=32, length=70, window=16, window_extra=3),
+    GqaConfig(phase="decode_static", head_size=64, length=130, cache="int8", quant="channel",
+              batch=2, ragged=True),
+    GqaConfig(phase="chunk_static", head_size=64, length=70, cache="int8", rotary="half"),
+    GqaConfig(phase="prompt_empty", head_size=64, length=70, cache="int4", quant="channel",
+              rotary="half"),
+)  # fmt: skip
+"""Calls that a kernel card describes: each of its variants has one, on some route."""
+
+
 def generated_gqa_cases(level: str) -> list[Case]:
     """All generated GroupQueryAttention cases of a level."""
     rotations = range(_FULL_ROTATIONS if level == "full" else 1)
@@ -128,6 +159,8 @@ def generated_gqa_cases(level: str) -> list[Case]:
             for i, row in enumerate(rows):
                 config = GqaConfig(**row)
                 cases.setdefault(config.name(), config.case(10_000 * part + 1000 * rotation + i))
+    for i, config in enumerate(_ON_CARD):
+        cases.setdefault(config.name(), config.case(90_000 + i))
     return list(cases.values())
 
 

@@ -6,7 +6,16 @@ import numpy as np
 
 from ort_webgpu.conformance.case import Case
 
-__all__ = ["DEFAULT", "EXCEPTIONS", "Tolerance", "ToleranceException", "tolerance_for"]
+__all__ = [
+    "DEFAULT",
+    "EXCEPTIONS",
+    "MODEL",
+    "Tolerance",
+    "ToleranceException",
+    "model_tolerance",
+    "scaled",
+    "tolerance_for",
+]
 
 
 @dataclass(frozen=True)
@@ -73,3 +82,29 @@ def tolerance_for(dtype: np.dtype, case: Case | None = None) -> Tolerance:
         if case is not None and exception.dtype == name and exception.features <= case.features:
             return exception.tolerance
     return DEFAULT.get(name, Tolerance(0, 0))
+
+
+MODEL = {"float32": 1e-4, "float16": 5e-3}
+"""Outputs of whole models: how far off, as a share of the output's largest element, by dtype."""
+
+
+def model_tolerance(expected: np.ndarray, half: bool = False) -> Tolerance:
+    """For an output of a whole model: errors of all its layers add up and carry the scale of the
+    largest values, so that a bound relative to each element would ask too much of small ones.
+
+    `half`: the model computes in float16, so that a float32 output is no more precise than that.
+    """
+    name = expected.dtype.name
+    share = MODEL["float16"] if half and name in MODEL else MODEL.get(name, 0.0)
+    return Tolerance(share * _largest(expected), 0.0)
+
+
+def scaled(tolerance: Tolerance, expected: np.ndarray) -> Tolerance:
+    """For a node of a real model, whose values may be far larger than the corpus's: an element near
+    zero is a sum of terms of the scale of the largest ones."""
+    return Tolerance(tolerance.absolute * max(1.0, _largest(expected)), tolerance.relative)
+
+
+def _largest(values: np.ndarray) -> float:
+    finite = np.abs(values[np.isfinite(values)]) if values.dtype.kind == "f" else np.zeros(0)
+    return float(finite.max()) if finite.size else 0.0

@@ -171,7 +171,7 @@ def test_wheel_holds_every_module_and_template():
     packed = {p.relative_to(root).as_posix() for p in (root / PACKAGE).rglob("*") if p.is_file()}
     written = set()
     for folder, package in FOLDERS.items():
-        for pattern in ("*.py", "*.j2", "py.typed"):
+        for pattern in ("*.py", "*.j2", "*.json", "py.typed"):
             for path in (REPOSITORY / folder).rglob(pattern):
                 inner = path.relative_to(REPOSITORY / folder).as_posix()
                 written.add(f"{package.replace('.', '/')}/{inner}")

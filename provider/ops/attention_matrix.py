@@ -1,7 +1,7 @@
 """The materialized attention: scores in memory, made and applied with matrix tiles.
 
-Three launches: attention_scores_matrix, attention_rowstats, attention_apply_matrix. Tiles are subgroup
-matrices, or their emulation in workgroup memory, which runs the same code everywhere.
+Three launches: attention_scores_matrix, attention_rowstats, attention_apply_matrix. Tiles are
+subgroup matrices, or their emulation in workgroup memory, which runs the same code everywhere.
 """
 
 from dataclasses import dataclass

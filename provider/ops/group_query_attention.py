@@ -20,6 +20,7 @@ from ort_webgpu.ops.attention import (
     composed_routes,
     sequences,
 )
+from ort_webgpu.ops.gqa_cards import Cache, CardFacts, card_name
 from ort_webgpu.ops.gqa_contract import Attributes, Shapes
 from ort_webgpu.ops.prepare import CacheCopy, Prepare, bytes_per_row
 from ort_webgpu.ops.repack import repack
@@ -52,6 +53,7 @@ class GqaProblem:
     core: AttentionProblem
     prepare: Prepare
     keys: tuple[str, str]
+    card: CardFacts
     before: CacheCopy | None = None
     after: CacheCopy | None = None
     work_bytes: int = 0
@@ -98,7 +100,7 @@ class GqaProblem:
 
     def card_variant(self, core_route: str, caps: Caps) -> str | None:
         """The name in variants.json that this call on `core_route` is."""
-        return None
+        return card_name(core_route, self.card)
 
     @property
     def _qk_elements(self) -> int:
@@ -200,6 +202,7 @@ class _CallBuilder:
             self._core(rows, int(lengths.total.max())),
             self._prepare(rows, PRESENT),
             PRESENT,
+            self._card(),
             before,
             present_bytes=0 if wants_present else self._cache_bytes(rows),
             in_place=self.in_place,
@@ -232,6 +235,7 @@ class _CallBuilder:
             self._core(past_rows, int(lengths.total.max())),
             self._prepare(past_rows, keys),
             keys,
+            self._card(),
             before,
             in_place=self.in_place,
         )
@@ -258,6 +262,7 @@ class _CallBuilder:
                 self._core(capacity, int(kept.max())),
                 self._prepare(capacity, PRESENT),
                 PRESENT,
+                self._card(),
                 before,
                 in_place=self.in_place,
                 windowed=True,
@@ -284,6 +289,7 @@ class _CallBuilder:
             self._core(rows, int((lengths.total - first).max())),
             self._prepare(rows, WORK),
             WORK,
+            self._card(),
             before,
             after,
             work_bytes=self._cache_bytes(rows),
@@ -382,6 +388,46 @@ class _CallBuilder:
             v_scaled=a.storage is not None,
             qk=a.qk_output,
             qk_width=self.lengths.scalar if a.qk_output else 0,
+        )
+
+    def _card(self) -> CardFacts:
+        """What names this call on the kernel card."""
+        shapes, a, values = self.shapes, self.a, self.values
+        cache: Cache = "copy"
+        if a.sliding_window_cache:
+            cache = "shift"
+        elif shapes.past_rows is None:
+            cache = "direct"
+        elif self.in_place and shapes.kv_len:
+            cache = "append"
+        elif self.lengths.rows > shapes.past_rows:
+            cache = "merge"
+        features = {
+            "rotary": a.do_rotary,
+            "softcap": a.softcap > 0,
+            "sink": values[contract.SINK] is not None or a.smooth_softmax,
+            "bias": values[contract.BIAS] is not None,
+            "norm": values[contract.Q_NORM] is not None,
+            "bidirectional": not a.causal,
+        }
+        quantized = a.storage is not None
+        off_card = {
+            "packed QKV": shapes.packed,
+            "position_ids": values[contract.POSITION_IDS] is not None,
+            "interleaved rotary": a.do_rotary and a.interleaved,
+            "output_qk": a.qk_output > 0,
+            "query_seqlens": values[contract.QUERY_SEQLENS] is not None,
+            "a cache of the other float type": not quantized and shapes.kv_dtype != shapes.dtype,
+            "a quantized cache with float16": quantized and shapes.dtype == "float16",
+            "int4 beyond the first prompt": a.storage == "int4" and not self.lengths.first_prompt,
+            "bidirectional attention over a past": cache != "direct" and not a.causal,
+        }
+        return CardFacts(
+            cache,
+            shapes.q_len == 1,
+            shapes.kv_dtype,
+            frozenset(word for word, on in features.items() if on),
+            frozenset(word for word, on in off_card.items() if on),
         )
 
     def _outputs(self, wants_present: bool) -> dict[int, Output]:

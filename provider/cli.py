@@ -1,0 +1,278 @@
+"""The command `ort-webgpu`: devices, explain, run, compare, conformance. Needs the extra `cli`.
+
+Exit status: 0 all well, 1 a difference or failure was found, 2 wrong use.
+"""
+
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+except ImportError as missing:
+    raise SystemExit(
+        f"the command ort-webgpu needs {missing.name}: pip install 'ort-webgpu[cli]'"
+    ) from None
+
+import ort_webgpu
+from ort_webgpu import OrtWebGpuError, WebGPUSession
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Attention operators of ONNX models on WebGPU, next to ONNX Runtime.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+ModelPath = Annotated[Path, typer.Argument(help="The model file.", exists=True, dir_okay=False)]
+Adapter = Annotated[
+    str,
+    typer.Option(help="auto, hardware, software, none, part of a name, or an index of `devices`."),
+]
+Backend = Annotated[str, typer.Option(help="auto, wgpu or dawn.")]
+Routes = Annotated[
+    list[str] | None,
+    typer.Option("--route", help="OPERATOR=ROUTE or NODE=ROUTE: the only route that may run it."),
+]
+Offload = Annotated[
+    str, typer.Option(help="all, none, or node names and operator types with commas between.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Batch = Annotated[int, typer.Option(help="Rows of generated inputs.", min=1)]
+Length = Annotated[int, typer.Option(help="New tokens of generated inputs.", min=1)]
+Past = Annotated[int, typer.Option(help="Tokens already in generated caches.", min=0)]
+Dims = Annotated[list[str] | None, typer.Option("--dim", help="NAME=SIZE of a symbolic dimension.")]
+Ranges = Annotated[
+    list[str] | None, typer.Option("--range", help="INPUT=LOW:HIGH of generated values.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of generated inputs.")]
+InputFile = Annotated[
+    Path | None, typer.Option("--inputs", help="Arrays by input name.", exists=True, dir_okay=False)
+]
+
+
+def main() -> None:
+    """Run the command line; errors of this package and of ORT become one line and status 1."""
+    warnings.simplefilter("default")
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except OrtWebGpuError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
+
+
+def _show_warning(message: Any, *_: Any, **__: Any) -> None:
+    Console(stderr=True).print(
+        f"[yellow]warning:[/yellow] {message}", highlight=False, soft_wrap=True
+    )
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        console.print(ort_webgpu.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def devices(
+    backend: Annotated[str, typer.Option(help="auto (all), wgpu or dawn.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """List the adapters that WebGPU finds here."""
+    found = ort_webgpu.devices(backend)
+    if as_json:
+        _print_json([vars(info) for info in found])
+        return
+    if not found:
+        console.print(
+            "no adapter found: every model runs on the CPU. Install a Vulkan driver (on Debian"
+            " mesa-vulkan-drivers has a software one, for tests)"
+        )
+        return
+    table = Table("index", "name", "backend", "API", "kind", "driver")
+    for info in found:
+        table.add_row(str(info.index), info.name, info.backend, info.api, info.kind, info.driver)
+    console.print(table)
+
+
+@app.command()
+def explain(
+    model: ModelPath,
+    adapter: Adapter = "auto",
+    backend: Backend = "auto",
+    offload: Offload = "all",
+    route: Routes = None,
+    inputs: InputFile = None,
+    run: Annotated[bool, typer.Option(help="Run once, so that routes are known.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show where each attention node runs, by which route, and why not otherwise."""
+    session = _session(model, adapter, backend, offload, route)
+    if run or inputs is not None:
+        session.run(None, _feeds(model, inputs))
+    explanation = session.explain()
+    if as_json:
+        _print_json(explanation.to_dict())
+        return
+    table = Table("node", "operator", "placed", "route", "why", title=explanation.adapter)
+    for row in explanation.rows:
+        why = "\n".join([row.reason, *(f"not {r}: {x}" for r, x in row.rejected.items())])
+        table.add_row(row.node, row.op_type, row.placed, row.route or "-", why)
+    if explanation.rows:
+        console.print(table)
+    else:
+        console.print("no attention nodes found: the whole model runs on the CPU")
+    for note in explanation.notes:
+        console.print(note)
+
+
+@app.command(name="run")
+def run_model(
+    model: ModelPath,
+    inputs: InputFile = None,
+    compare: Annotated[
+        bool, typer.Option(help="Compare with ORT's CPU EP; status 1 where it differs.")
+    ] = False,
+    repeat: Annotated[int, typer.Option(help="Timed runs after the first.", min=0)] = 0,
+    save_outputs: Annotated[Path | None, typer.Option(help="Write the outputs here.")] = None,
+    adapter: Adapter = "auto",
+    backend: Backend = "auto",
+    offload: Offload = "all",
+    route: Routes = None,
+    batch: Batch = 2,
+    length: Length = 12,
+    past: Past = 0,
+    dim: Dims = None,
+    value_range: Ranges = None,
+    seed: Seed = 0,
+) -> None:
+    """Run a model once, on given inputs or on random valid ones."""
+    import numpy as np
+
+    session = _session(model, adapter, backend, offload, route)
+    feeds = _feeds(
+        model,
+        inputs,
+        batch=batch,
+        length=length,
+        past=past,
+        seed=seed,
+        dims=dim,
+        ranges=value_range,
+    )
+    results, times = [], []
+    for _ in track(range(repeat + 1), "running", console=Console(stderr=True), transient=True):
+        start = time.perf_counter()
+        results = session.run(None, feeds)
+        times.append(time.perf_counter() - start)
+    names = [output.name for output in session.get_outputs()]
+    outputs = dict(zip(names, results, strict=True))
+    _print_values("inputs", feeds)
+    _print_values("outputs", outputs)
+    console.print(f"first run {times[0] * 1e3:.1f} ms", end="")
+    console.print(f", then {np.median(times[1:]) * 1e3:.1f} ms" if repeat else "")
+    if save_outputs is not None:
+        np.savez(save_outputs, **outputs)
+    if compare:
+        _compare_run(model, feeds, outputs)
+
+
+def _compare_run(model: Path, feeds: dict[str, Any], outputs: dict[str, Any]) -> None:
+    from ort_webgpu.conformance.compare import compare_values
+    from ort_webgpu.conformance.report_terminal import print_comparison
+
+    comparison = compare_values(model, feeds, outputs)
+    print_comparison(comparison, console)
+    if not comparison.passed:
+        raise typer.Exit(1)
+
+
+def _session(
+    model: Path, adapter: str, backend: str, offload: str, routes: list[str] | None
+) -> WebGPUSession:
+    return WebGPUSession(
+        model,
+        adapter=int(adapter) if adapter.isdigit() else adapter,
+        backend=backend,
+        offload=offload if offload in ("all", "none") else offload.split(","),
+        routes=_pairs(routes, "--route"),
+    )
+
+
+def _feeds(
+    model: Path,
+    given: Path | None,
+    dims: list[str] | None = None,
+    ranges: list[str] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    from ort_webgpu.conformance.generate import InputOptions, Inputs
+    from ort_webgpu.conformance.golden import load_steps
+    from ort_webgpu.graph_tools import ModelFile
+
+    wanted = InputOptions(dims=_sizes(dims, "--dim"), ranges=_bounds(ranges, "--range"), **options)
+    inputs = Inputs(ModelFile.open(model), wanted)
+    return inputs.first(load_steps(given, inputs.names)[0].inputs if given else None)
+
+
+def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
+    """NAME=VALUE options; the last "=" divides, since node names may hold others."""
+    found = {}
+    for text in texts or ():
+        name, equals, value = text.rpartition("=")
+        if not (name and equals and value):
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint=option)
+        found[name] = value
+    return found
+
+
+def _sizes(texts: list[str] | None, option: str) -> dict[str, int]:
+    try:
+        return {name: int(value) for name, value in _pairs(texts, option).items()}
+    except ValueError:
+        raise typer.BadParameter("sizes are whole numbers", param_hint=option) from None
+
+
+def _bounds(texts: list[str] | None, option: str) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name, value in _pairs(texts, option).items():
+        low, _, high = value.partition(":")
+        try:
+            found[name] = (float(low), float(high))
+        except ValueError:
+            raise typer.BadParameter(f"{value!r} is not LOW:HIGH", param_hint=option) from None
+    return found
+
+
+def _print_values(title: str, values: dict[str, Any]) -> None:
+    import numpy as np
+
+    table = Table("name", "dtype", "shape", "min", "max", "mean", title=title, title_justify="left")
+    for name, value in values.items():
+        array = np.asarray(value)
+        facts = ["-", "-", "-"]
+        if array.dtype.kind in "biuf" and array.size:
+            wide = array.astype(np.float64)
+            facts = [f"{x:.4g}" for x in (wide.min(), wide.max(), wide.mean())]
+        table.add_row(name, array.dtype.name, str(list(array.shape)), *facts)
+    console.print(table)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, default=str))
+
+
+if __name__ == "__main__":
+    main()
