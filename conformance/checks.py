@@ -1,5 +1,6 @@
 """Comparison of a candidate's outputs with what an oracle expects."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,14 @@ from ort_webgpu.conformance.case import Array, Case, Expected, RejectCase
 from ort_webgpu.conformance.tolerances import Tolerance, tolerance_for
 from ort_webgpu.errors import OrtWebGpuError
 
-__all__ = ["MismatchError", "check_rejected", "compare_arrays", "compare_outputs", "problems"]
+__all__ = [
+    "MismatchError",
+    "check_rejected",
+    "compare_arrays",
+    "compare_outputs",
+    "compare_saved",
+    "problems",
+]
 
 REFUSALS = (
     OrtWebGpuError,
@@ -57,6 +65,25 @@ def problems(actual: Sequence[Array], expected: Expected, case: Case) -> list[st
     found = []
     for name, got, (values, care) in zip(case.output_names(), actual, wanted, strict=True):
         problem = compare_arrays(got, values, tolerance_for(values.dtype, case), care)
+        if problem is not None:
+            found.append(f"{name}: {problem}")
+    return found
+
+
+def compare_saved(actual: Sequence[Array], path: str | os.PathLike) -> list[str]:
+    """`problems` against the values that a repro folder's expected.npz holds, in their order.
+
+    Beside each output's values the file has `<output>.care` and `<output>.tolerance`.
+    """
+    with np.load(path) as file:
+        saved = dict(file)
+    names = [name for name in saved if f"{name}.care" in saved]
+    if len(actual) != len(names):
+        return [f"{len(actual)} outputs, expected {len(names)}"]
+    found = []
+    for name, got in zip(names, actual, strict=True):
+        tolerance = Tolerance(*saved[f"{name}.tolerance"].tolist())
+        problem = compare_arrays(got, saved[name], tolerance, saved[f"{name}.care"])
         if problem is not None:
             found.append(f"{name}: {problem}")
     return found

@@ -3,6 +3,7 @@
 Exit status: 0 all well, 1 a difference or failure was found, 2 wrong use.
 """
 
+import dataclasses
 import json
 import time
 import warnings
@@ -57,6 +58,20 @@ Seed = Annotated[int, typer.Option(help="Seed of generated inputs.")]
 InputFile = Annotated[
     Path | None, typer.Option("--inputs", help="Arrays by input name.", exists=True, dir_okay=False)
 ]
+CandidateName = Annotated[
+    str, typer.Option(help="ort-webgpu, ort-cpu, ort-webgpu-ep, or the name of an EP of ORT's.")
+]
+Library = Annotated[
+    Path | None, typer.Option(help="The shared library of a plug-in EP.", exists=True)
+]
+Python = Annotated[
+    Path | None, typer.Option(help="Run the candidate in this interpreter.", exists=True)
+]
+Isolate = Annotated[bool, typer.Option(help="Run the candidate in a process of its own.")]
+Tolerances = Annotated[list[str] | None, typer.Option(help="VALUE or OUTPUT=VALUE.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write JSON here.")]
+JunitFile = Annotated[Path | None, typer.Option(help="Write JUnit XML here.")]
+HtmlFile = Annotated[Path | None, typer.Option(help="Write a page with plots here.")]
 
 
 def main() -> None:
@@ -142,8 +157,9 @@ def explain(
 def run_model(
     model: ModelPath,
     inputs: InputFile = None,
-    compare: Annotated[
-        bool, typer.Option(help="Compare with ORT's CPU EP; status 1 where it differs.")
+    against: Annotated[
+        bool,
+        typer.Option("--compare", help="Compare with ORT's CPU EP; status 1 where it differs."),
     ] = False,
     repeat: Annotated[int, typer.Option(help="Timed runs after the first.", min=0)] = 0,
     save_outputs: Annotated[Path | None, typer.Option(help="Write the outputs here.")] = None,
@@ -185,8 +201,161 @@ def run_model(
     console.print(f", then {np.median(times[1:]) * 1e3:.1f} ms" if repeat else "")
     if save_outputs is not None:
         np.savez(save_outputs, **outputs)
-    if compare:
+    if against:
         _compare_run(model, feeds, outputs)
+
+
+@app.command()
+def compare(
+    model: ModelPath,
+    candidate: CandidateName = "ort-webgpu",
+    adapter: Adapter = "auto",
+    backend: Backend = "auto",
+    route: Routes = None,
+    offload: Offload = "all",
+    library: Library = None,
+    python: Python = None,
+    isolate: Isolate = False,
+    inputs: InputFile = None,
+    golden: Annotated[
+        Path | None, typer.Option(help="Compare with the outputs in this saved run.")
+    ] = None,
+    saved: Annotated[
+        Path | None, typer.Option(help="Do not run: check this saved run against --golden.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Save inputs and outputs of this run.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of a decode loop.", min=1)] = 1,
+    iterations: Annotated[int, typer.Option(help="Runs with other seeds.", min=1)] = 1,
+    repeat: Annotated[int, typer.Option(help="Runs of each call, for unsteady ones.", min=1)] = 1,
+    own_caches: Annotated[bool, typer.Option(help="Each side keeps its own caches.")] = False,
+    nodes: Annotated[bool, typer.Option(help="Judge each node on its own inputs.")] = True,
+    fail_fast: Annotated[bool, typer.Option(help="Stop at the first difference.")] = False,
+    atol: Tolerances = None,
+    rtol: Tolerances = None,
+    batch: Batch = 2,
+    length: Length = 12,
+    past: Past = 0,
+    dim: Dims = None,
+    value_range: Ranges = None,
+    seed: Seed = 0,
+    repro: Annotated[Path | None, typer.Option(help="Write the first bad node here.")] = None,
+    json_file: JsonFile = None,
+    junit: JunitFile = None,
+    html: HtmlFile = None,
+    verbose: Annotated[bool, typer.Option(help="List every node call.")] = False,
+) -> None:
+    """Find the first wrong number: a model on a candidate, next to ORT's CPU EP.
+
+    Status 1 where an output or a node differs.
+    """
+    from ort_webgpu.conformance import compare as comparing
+    from ort_webgpu.conformance.golden import load_steps, save_steps
+    from ort_webgpu.graph_tools import ModelFile
+
+    tried = _candidate(candidate, adapter, backend, route, offload, library, python, isolate)
+    tolerances = _tolerances(atol, rtol)
+    file = ModelFile.open(model)
+    known = (*file.inputs, *file.overridable)
+    given = golden or inputs
+    loaded = load_steps(given, known, file.outputs) if given else []
+    if golden is None:
+        loaded = [dataclasses.replace(step, outputs={}) for step in loaded]
+    if saved is not None:
+        if golden is None:
+            raise typer.BadParameter("needs --golden to check against", param_hint="--saved")
+        actual = load_steps(saved, known, file.outputs)
+        comparison = comparing.recheck(model, actual, loaded, tolerances)
+    else:
+        options = comparing.Options(
+            steps=steps,
+            iterations=iterations,
+            repeat=repeat,
+            fail_fast=fail_fast,
+            own_caches=own_caches,
+            nodes=nodes,
+            inputs=_input_options(
+                dim, value_range, batch=batch, length=length, past=past, seed=seed
+            ),
+            tolerances=tolerances,
+        )
+        comparison = comparing.compare_model(model, tried, options=options, given=loaded)
+    if save is not None:
+        save_steps(save, comparison.golden)
+    _report(comparison, verbose, json_file, junit, html)
+    if repro is not None and comparison.first_bad_node is not None:
+        _write_repro(comparison.first_bad_node, tried, repro)
+    if not comparison.passed:
+        raise typer.Exit(1)
+
+
+def _report(
+    comparison: Any, verbose: bool, json_file: Path | None, junit: Path | None, html: Path | None
+) -> None:
+    from ort_webgpu.conformance.report import verdicts, write_json, write_junit
+    from ort_webgpu.conformance.report_html import write_html
+    from ort_webgpu.conformance.report_terminal import print_comparison
+
+    print_comparison(comparison, console, verbose)
+    if json_file is not None:
+        write_json(json_file, comparison.to_dict())
+    if junit is not None:
+        write_junit(junit, "ort-webgpu compare", verdicts(comparison))
+    if html is not None:
+        write_html(html, comparison)
+
+
+def _write_repro(bad: Any, candidate: Any, folder: Path) -> None:
+    """The node as it was called, and under shrunk/ the smallest case that fails too."""
+    from ort_webgpu.conformance.repro import repro_of_node
+
+    scripts = repro_of_node(bad, candidate, folder)
+    for script in scripts:
+        console.print(f"repro: python {script}", highlight=False, soft_wrap=True)
+
+
+def _candidate(
+    name: str,
+    adapter: str,
+    backend: str,
+    routes: list[str] | None,
+    offload: str,
+    library: Path | None,
+    python: Path | None,
+    isolate: bool,
+) -> Any:
+    from ort_webgpu.conformance.candidates import Candidate
+
+    return Candidate(
+        name,
+        adapter=int(adapter) if adapter.isdigit() else adapter,
+        backend=backend,
+        routes=_pairs(routes, "--route"),
+        offload=_offload(offload),
+        library=str(library) if library else None,
+        python=str(python) if python else None,
+        isolated=isolate,
+    )
+
+
+def _tolerances(atol: list[str] | None, rtol: list[str] | None) -> dict[str, Any]:
+    """By output, "" for all: what --atol and --rtol say, each as VALUE or OUTPUT=VALUE."""
+    from ort_webgpu.conformance.tolerances import Tolerance
+
+    parts: dict[str, dict[str, float]] = {}
+    for option, texts in (("--atol", atol), ("--rtol", rtol)):
+        for text in texts or ():
+            name, _, value = text.rpartition("=")
+            try:
+                parts.setdefault(name, {})[option] = float(value)
+            except ValueError:
+                raise typer.BadParameter(
+                    f"{text!r} is neither VALUE nor OUTPUT=VALUE", param_hint=option
+                ) from None
+    everywhere = parts.get("", {})
+    return {
+        name: Tolerance(*({**everywhere, **found}.get(key, 0.0) for key in ("--atol", "--rtol")))
+        for name, found in parts.items()
+    }
 
 
 def _compare_run(model: Path, feeds: dict[str, Any], outputs: dict[str, Any]) -> None:
@@ -206,9 +375,13 @@ def _session(
         model,
         adapter=int(adapter) if adapter.isdigit() else adapter,
         backend=backend,
-        offload=offload if offload in ("all", "none") else offload.split(","),
+        offload=_offload(offload),
         routes=_pairs(routes, "--route"),
     )
+
+
+def _offload(text: str) -> str | list[str]:
+    return text if text in ("all", "none") else text.split(",")
 
 
 def _feeds(
@@ -218,13 +391,18 @@ def _feeds(
     ranges: list[str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    from ort_webgpu.conformance.generate import InputOptions, Inputs
+    from ort_webgpu.conformance.generate import Inputs
     from ort_webgpu.conformance.golden import load_steps
     from ort_webgpu.graph_tools import ModelFile
 
-    wanted = InputOptions(dims=_sizes(dims, "--dim"), ranges=_bounds(ranges, "--range"), **options)
-    inputs = Inputs(ModelFile.open(model), wanted)
+    inputs = Inputs(ModelFile.open(model), _input_options(dims, ranges, **options))
     return inputs.first(load_steps(given, inputs.names)[0].inputs if given else None)
+
+
+def _input_options(dims: list[str] | None, ranges: list[str] | None, **options: Any) -> Any:
+    from ort_webgpu.conformance.generate import InputOptions
+
+    return InputOptions(dims=_sizes(dims, "--dim"), ranges=_bounds(ranges, "--range"), **options)
 
 
 def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
