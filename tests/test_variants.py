@@ -1,4 +1,4 @@
-"""Every variant name of the kernel cards is some route's for some case, which comes out right on it.
+"""Every variant name of the kernel cards is some route's for some case, which comes out right.
 
 The matrix variants run with emulated tiles here, as software adapters have no subgroup matrices.
 """
@@ -7,6 +7,7 @@ import json
 from importlib import resources
 
 import pytest
+from running import accepting, call_of, run_route
 
 from ort_webgpu.conformance.case import Case
 from ort_webgpu.conformance.cases import corpus
@@ -14,7 +15,6 @@ from ort_webgpu.conformance.checks import compare_outputs
 from ort_webgpu.conformance.oracles import oracle
 from ort_webgpu.device import Gpu, open_gpu
 from ort_webgpu.ops.spec import Route
-from running import accepting, call_of, run_route
 
 OPERATORS = ("GroupQueryAttention", "DecoderMaskedMultiHeadAttention")
 

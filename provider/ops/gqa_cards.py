@@ -9,7 +9,7 @@ the call asks for, and by `_nosg` where no subgroups are used. Read from its tex
   past and present are one buffer (`share_append`). A quantized cache is named by its storage.
 - Families. Materialized scores on matrix tiles, native or emulated (`materialized_sgmat`); tiles
   with an online softmax (`flash_cluster`, `flash_prefill`); split keys (`flash_splitk`,
-  `decode_splitk`); the portable kernel, a row at a time (`tiled_nosg`, `new_kv_share_append_split`).
+  `decode_splitk`); the portable kernel, row by row (`tiled_nosg`, `new_kv_share_append_split`).
 - The first row of _CARD that fits is the name. A row fits if the call has the features it names;
   what it does not name it allows, except that `qkv_present` names take no other feature at all.
 
