@@ -20,7 +20,7 @@ from ort_webgpu.ops.attention_core import (
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected
 from ort_webgpu.wgsl.kernel import Binding, Constant
 
-__all__ = ["Materialized", "MatrixTile", "operand_of"]
+__all__ = ["TILES", "Materialized", "MatrixTile", "operand_of"]
 
 _SUBGROUPS = 4  # two rows of two
 _EMULATED_LANES = 32
@@ -63,7 +63,7 @@ class MatrixTile:
         return -(-p.rows // self.bm)
 
 
-_TILES = (
+TILES = (
     MatrixTile(64, 64, 32),
     MatrixTile(64, 64, 16),
     MatrixTile(32, 32, 32),
@@ -142,7 +142,7 @@ class Materialized(CoreRoute):
 
     def tile(self, p: AttentionProblem, caps: Caps) -> MatrixTile | None:
         """The largest geometry that fits the device and is not mostly empty."""
-        for tile in _TILES:
+        for tile in TILES:
             memory = tile.workgroup_memory(operand_of(p), self.native)
             if memory <= caps.workgroup_memory and (p.rows > tile.bm // 2 or tile.bm == 32):
                 return tile
