@@ -43,7 +43,7 @@ ENCODER = ("key", "value")
 
 @dataclass(frozen=True)
 class DmmhaProblem:
-    """One call: the past copied where it does not become the present, q, k and v prepared, attention.
+    """One call: past to present where they are two values, q, k and v prepared, then attention.
 
     `keys` names the attended operands; `qk_dtype` the type of output qk.
     """

@@ -276,7 +276,7 @@ def beams_of(node: Node, shapes: Shapes, values: Sequence[Value | None]) -> np.n
         )
     assert rows.host is not None
     used = rows.host[:, :, : shapes.past]
-    if used.size and not (0 <= used.min() and used.max() < beams):
+    if used.size and (used.min() < 0 or used.max() >= beams):
         raise InvalidInputError(
             f"{node}: cache_indirection holds {int(used.min())} to {int(used.max())}; with"
             f" {beams} beams it must lie in [0, {beams})"
