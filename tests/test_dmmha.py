@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 from running import accepting, call_of, run_route, spec_of
 
-from ort_webgpu import InvalidInputError, WebGPUSession
+from ort_webgpu import InvalidInputError, NoAdapterError, WebGPUSession
 from ort_webgpu.conformance.cases import corpus, rejections
 from ort_webgpu.conformance.cases_dmmha import DmmhaConfig
 from ort_webgpu.conformance.checks import check_rejected, compare_outputs
@@ -27,9 +27,9 @@ SMALL = [
 ]
 
 
-def check_routes(case, adapter):
+def check_routes(case, adapter, backend="wgpu"):
     """Every accepting route: right, and the same bits again over other garbage."""
-    gpu = open_gpu(adapter, "wgpu")
+    gpu = open_gpu(adapter, backend)
     names = []
     for route in accepting(case, gpu):
         outputs = run_route(case, gpu, route)
@@ -43,6 +43,15 @@ def check_routes(case, adapter):
 @pytest.mark.parametrize("config", SMALL, ids=DmmhaConfig.name)
 def test_every_route(config, adapter):
     names = check_routes(config.case(7), adapter)
+    assert {"splitk_nosg", "serial"} <= set(names)
+
+
+@pytest.mark.parametrize("config", SMALL[:5], ids=DmmhaConfig.name)
+def test_every_route_through_tint(config):
+    try:
+        names = check_routes(config.case(7), "SwiftShader", "dawn")
+    except NoAdapterError as missing:
+        pytest.skip(str(missing))
     assert {"splitk_nosg", "serial"} <= set(names)
 
 
