@@ -21,7 +21,7 @@ from typing import Any
 import onnxruntime as ort
 
 from ort_webgpu import WebGPUSession
-from ort_webgpu.conformance.remote import RemoteSession
+from ort_webgpu.conformance.remote import Host, RemoteSession
 from ort_webgpu.errors import InvalidInputError, NoAdapterError
 
 __all__ = ["REFERENCE", "Candidate", "CandidateError"]
@@ -40,7 +40,8 @@ class Candidate:
 
     `threads` is intra_op_num_threads, 0 for ORT's default. `isolated` runs it in a process of its
     own, so that a lost device or a crash ends only that; `python` is that process's interpreter
-    (one with another onnxruntime, for instance), None for this one.
+    (one with another onnxruntime, for instance), None for this one. `strict`: a node that the
+    candidate would leave to the CPU is an error.
     """
 
     name: str = "ort-webgpu"
@@ -53,6 +54,7 @@ class Candidate:
     threads: int = 0
     isolated: bool = False
     python: str | None = None
+    strict: bool = False
 
     @property
     def label(self) -> str:
@@ -65,13 +67,23 @@ class Candidate:
         parts += [f"python={self.python}"] if self.python else []
         return " ".join(parts)
 
+    @property
+    def remote(self) -> bool:
+        """Whether it runs in a process of its own."""
+        return self.isolated or self.python is not None
+
+    @property
+    def here(self) -> "Candidate":
+        """The same in the process that asks."""
+        return replace(self, isolated=False, python=None)
+
     def open(self, model: str | os.PathLike | bytes) -> Any:
         """A session on `model`.
 
         Raises CandidateError where the EP is missing, and what the session itself raises.
         """
-        if self.isolated or self.python:
-            return RemoteSession(replace(self, isolated=False, python=None), model, self.python)
+        if self.remote:
+            return RemoteSession(self.here, model, Host(self.python))
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.log_severity_level = 3
@@ -83,6 +95,7 @@ class Candidate:
                 backend=self.backend,
                 routes=self.routes,
                 offload=self.offload,
+                fallback="error" if self.strict else "cpu",
             )
         if self.name == "reference":
             return WebGPUSession(model, options, adapter="none")
@@ -97,8 +110,12 @@ REFERENCE = Candidate("reference")
 def _on_provider(candidate: Candidate, model: Any, options: Any) -> ort.InferenceSession:
     name = _WEBGPU_EP if candidate.name == "ort-webgpu-ep" else candidate.name
     library = candidate.library
+    if candidate.strict:
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if name in ort.get_available_providers():
-        providers = [(name, dict(candidate.options)), "CPUExecutionProvider"]
+        # ORT refuses the entry above beside a CPU EP that was asked for.
+        others = [] if candidate.strict else ["CPUExecutionProvider"]
+        providers = [(name, dict(candidate.options)), *others]
         return ort.InferenceSession(model, options, providers=providers)
     if library is None and candidate.name == "ort-webgpu-ep":
         library = _plugin_library()

@@ -112,7 +112,7 @@ class Comparison:
 
 
 def compare_model(
-    model: str | os.PathLike,
+    model: str | os.PathLike | bytes,
     candidate: Candidate | None = None,
     reference: Candidate = REFERENCE,
     options: Options | None = None,
@@ -144,7 +144,7 @@ def compare_model(
     if isinstance(sides.candidate, WebGPUSession):
         placement = sides.candidate.explain().to_dict()
     return Comparison(
-        os.fspath(model),
+        "the model given" if isinstance(model, bytes) else os.fspath(model),
         candidate.label,
         "the given outputs" if given and given[0].outputs else reference.label,
         tuple(results),
@@ -230,11 +230,11 @@ def _loop(
             following = given[number + 1].inputs if given else {}
             # The reference's tokens lead on both sides, else a near tie would end the comparison.
             carried = {**outputs, **expected}
+            logits = {k: v for k, v in carried.items() if k == inputs.roles.logits}
+            own = inputs.next(own, {**outputs, **logits}, following)
             feeds = inputs.next(feeds, carried, following)
-            own = feeds
-            if options.own_caches:
-                logits = {k: v for k, v in carried.items() if k == inputs.roles.logits}
-                own = inputs.next(own, {**outputs, **logits}, following)
+            if not options.own_caches:
+                own = feeds
 
 
 def _run(

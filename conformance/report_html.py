@@ -102,6 +102,7 @@ def _depth(comparison: Comparison) -> str:
         bad = [i for i, node in enumerate(calls) if not node.passed]
         axes.plot(bad, [worst[i] for i in bad], "x", color="#a00", markersize=9)
     axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     if 1 < len(steps) <= 8:
         axes.legend(frameon=False)
     return _svg(figure)
@@ -133,6 +134,7 @@ def _placement(rows: Sequence[dict[str, Any]]) -> str:
         )
         axes.barh(operators, counts, left=left, label=place)
         left += counts
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, ncols=max(1, len(places)), loc="lower left", bbox_to_anchor=(0, 1))
     return _svg(figure)
 

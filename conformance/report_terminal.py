@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ort_webgpu.conformance.compare import Comparison
@@ -31,7 +32,9 @@ def print_comparison(comparison: Comparison, console: Console, verbose: bool = F
         console.print(f"{good} of {len(comparison.nodes)} node calls agree with their oracles")
     bad = comparison.first_bad_node
     if bad is not None:
-        console.print(f"[red]first bad node:[/red] {bad.node} (step {bad.step}): {bad.problem}")
+        console.print(
+            f"[red]first bad node:[/red] {bad.node} (step {bad.step}): {escape(bad.problem or '')}"
+        )
     good = sum(step.passed for step in comparison.steps)
     verdict = "[green]PASSED[/green]" if comparison.passed else "[red]FAILED[/red]"
     console.print(f"{verdict}  {good} of {len(comparison.steps)} steps")
@@ -61,7 +64,7 @@ def _badness(output: Difference) -> tuple[bool, float]:
 
 
 def _numbers(output: Difference) -> list[str]:
-    verdict = "[green]ok[/green]" if output.passed else f"[red]{output.problem}[/red]"
+    verdict = "[green]ok[/green]" if output.passed else f"[red]{escape(output.problem or '')}[/red]"
     if output.absolute is None or output.relative is None:
         return [*["-"] * 8, verdict]
     return [
@@ -91,7 +94,7 @@ def _nodes(nodes: Iterable[NodeResult]) -> Table:
     table = Table("node", "step", "route", "oracle", "max abs", title="nodes", title_justify="left")
     table.add_column("verdict", overflow="fold")
     for node in nodes:
-        verdict = "[green]ok[/green]" if node.passed else f"[red]{node.problem}[/red]"
+        verdict = "[green]ok[/green]" if node.passed else f"[red]{escape(node.problem or '')}[/red]"
         route = node.route or "cpu"
         table.add_row(node.node, str(node.step), route, node.oracle, f"{node.worst:.2e}", verdict)
     return table

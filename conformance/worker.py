@@ -65,8 +65,12 @@ def _foreign(candidate: dict[str, Any], model: Any) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = candidate["threads"]
     options.log_severity_level = 3
-    providers = [(name, dict(candidate["options"]))]
-    return ort.InferenceSession(model, options, providers=[*providers, "CPUExecutionProvider"])
+    providers: list[Any] = [(name, dict(candidate["options"]))]
+    if not candidate["strict"]:
+        providers.append("CPUExecutionProvider")
+    elif name != "CPUExecutionProvider":
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    return ort.InferenceSession(model, options, providers=providers)
 
 
 def _facts(session: Any) -> dict[str, Any]:

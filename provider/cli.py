@@ -13,6 +13,7 @@ from typing import Annotated, Any
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import track
     from rich.table import Table
 except ImportError as missing:
@@ -20,10 +21,23 @@ except ImportError as missing:
         f"the command ort-webgpu needs {missing.name}: pip install 'ort-webgpu[cli]'"
     ) from None
 
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
+
 import ort_webgpu
 from ort_webgpu import OrtWebGpuError, WebGPUSession
 
 __all__ = ["app", "main"]
+
+#: What ORT raises for models and inputs that it refuses.
+ORT_ERRORS = (
+    ort_state.Fail,
+    ort_state.InvalidArgument,
+    ort_state.InvalidGraph,
+    ort_state.InvalidProtobuf,
+    ort_state.NoSuchFile,
+    ort_state.NotImplemented,
+    ort_state.RuntimeException,
+)
 
 app = typer.Typer(
     help="Attention operators of ONNX models on WebGPU, next to ONNX Runtime.",
@@ -80,14 +94,16 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         app()
-    except OrtWebGpuError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+    except (OrtWebGpuError, *ORT_ERRORS) as error:
+        Console(stderr=True).print(
+            f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         raise SystemExit(1) from None
 
 
 def _show_warning(message: Any, *_: Any, **__: Any) -> None:
     Console(stderr=True).print(
-        f"[yellow]warning:[/yellow] {message}", highlight=False, soft_wrap=True
+        f"[yellow]warning:[/yellow] {escape(str(message))}", highlight=False, soft_wrap=True
     )
 
 
@@ -177,7 +193,6 @@ def run_model(
     """Run a model once, on given inputs or on random valid ones."""
     import numpy as np
 
-    session = _session(model, adapter, backend, offload, route)
     feeds = _feeds(
         model,
         inputs,
@@ -188,6 +203,7 @@ def run_model(
         dims=dim,
         ranges=value_range,
     )
+    session = _session(model, adapter, backend, offload, route)
     results, times = [], []
     for _ in track(range(repeat + 1), "running", console=Console(stderr=True), transient=True):
         start = time.perf_counter()
@@ -285,6 +301,57 @@ def compare(
     if repro is not None and comparison.first_bad_node is not None:
         _write_repro(comparison.first_bad_node, tried, repro)
     if not comparison.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def conformance(
+    candidate: CandidateName = "ort-webgpu",
+    adapter: Adapter = "auto",
+    backend: Backend = "auto",
+    route: Routes = None,
+    every_route: Annotated[
+        bool, typer.Option(help="Each case on every route that takes it.")
+    ] = False,
+    library: Library = None,
+    python: Python = None,
+    isolate: Isolate = False,
+    operator: Annotated[list[str] | None, typer.Option(help="Only this operator.")] = None,
+    level: Annotated[str, typer.Option(help="ci, or full: several times as many cases.")] = "ci",
+    only: Annotated[
+        list[str] | None, typer.Option("-k", help="Only cases with this feature or in the name.")
+    ] = None,
+    refused: Annotated[bool, typer.Option(help="Also nodes that must be refused.")] = True,
+    json_file: JsonFile = None,
+    junit: JunitFile = None,
+    verbose: Annotated[bool, typer.Option(help="List all failures and refusals.")] = False,
+) -> None:
+    """Run the corpus of single-node cases on a candidate; status 1 where one fails.
+
+    The same table comes out for ORT's own EPs: --candidate ort-cpu, --candidate ort-webgpu-ep.
+    """
+    from ort_webgpu.conformance.report import write_json, write_junit
+    from ort_webgpu.conformance.report_suite import print_suite, suite_verdicts
+    from ort_webgpu.conformance.suite import run_suite, select
+
+    tried = _candidate(candidate, adapter, backend, route, "all", library, python, isolate)
+    try:
+        cases = select(operator or (), level, only or ())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not cases:
+        raise typer.BadParameter(f"no case has {only} in its name or features", param_hint="-k")
+
+    def progress(items: Any) -> Any:
+        return track(items, "running", console=Console(stderr=True), transient=True)
+
+    suite = run_suite(tried, cases, level, every_route, refused and not only, progress)
+    print_suite(suite, console, verbose)
+    if json_file is not None:
+        write_json(json_file, suite.to_dict())
+    if junit is not None:
+        write_junit(junit, "ort-webgpu conformance", suite_verdicts(suite))
+    if not suite.passed:
         raise typer.Exit(1)
 
 

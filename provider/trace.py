@@ -19,7 +19,8 @@ __all__ = ["NodeCall", "Observer", "node_call"]
 class NodeCall:
     """One call of one node. Arrays by position, None where the node has no such value.
 
-    `route` is None where no route took the call and the node ran on the CPU.
+    `route` is None where no route took the call and the node ran on the CPU. `card` names the
+    variant of the kernel cards that the route is for this call, if there is one.
     """
 
     node: Node
@@ -28,6 +29,7 @@ class NodeCall:
     route: str | None
     kernels: tuple[Kernel, ...]
     dialect: str
+    card: str | None = None
 
     def shaders(self) -> Mapping[str, str]:
         """The WGSL of each kernel that ran, by the kernel's label."""
@@ -46,12 +48,13 @@ def node_call(one: GpuNode, env: Env, gpu: Gpu) -> NodeCall:
     choice = one.choice
     program = choice.program if choice else None
     kernels = dict.fromkeys(launch.kernel for launch in program.launches) if program else {}
-    route = choice.route.name if choice and choice.route else None
+    route = choice.route if choice else None
     return NodeCall(
         one.node,
         tuple(arrays[:count]),
         tuple(arrays[count:]),
-        route,
+        route.name if route else None,
         tuple(kernels),
         gpu.caps.dialect,
+        route.card_variant(choice.problem, gpu.caps) if route and choice else None,
     )
