@@ -24,7 +24,12 @@ __all__ = [
 
 Offload = str | bool | None | Iterable[str] | Callable[[Node], bool]
 
-_DTYPES = {**DTYPES, "tensor(bfloat16)": "bfloat16"}
+_DTYPES = {
+    **DTYPES,
+    "tensor(bfloat16)": "bfloat16",
+    "tensor(float8e4m3fn)": "float8_e4m3fn",
+    "tensor(float8e5m2)": "float8_e5m2",
+}
 _CUDA_ONLY = EXPANDABLE - {"DecoderMaskedMultiHeadAttention", "GroupQueryAttention"}
 
 

@@ -115,6 +115,7 @@ def _positive(node: Node, name: str) -> int:
 
 def check_gqa_node(node: Node, dtypes: Sequence[str | None]) -> Accepted | Rejected:
     """OpSpec.check_node of GroupQueryAttention."""
+    _check_types(node, dtypes)
     a = Attributes.read(node)
     _check_attributes(node, a)
     _check_wiring(node, a)
@@ -129,6 +130,17 @@ def check_gqa_node(node: Node, dtypes: Sequence[str | None]) -> Accepted | Rejec
             f" kv_cache_bit_width={a.bit_width} the device takes {' or '.join(allowed)}"
         )
     return Accepted()
+
+
+def _check_types(node: Node, dtypes: Sequence[str | None]) -> None:
+    for index in (QUERY, PAST_KEY):
+        dtype = dtypes[index] if index < len(dtypes) else None
+        if dtype and dtype.startswith(("bfloat16", "float8")):
+            raise InvalidModelError(
+                f"{node}: {INPUTS[index]} is {dtype}; neither the device nor ONNX Runtime's CPU EP"
+                " has a kernel for it. Export the model with float32 or float16 and a cache of"
+                " float32, float16, int8 or int4 (uint8)"
+            )
 
 
 def _check_attributes(node: Node, a: Attributes) -> None:
