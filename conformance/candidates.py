@@ -11,7 +11,6 @@ Names:
                     `library`, a plug-in's shared library, brings
 """
 
-import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,6 @@ from ort_webgpu.errors import InvalidInputError, NoAdapterError
 __all__ = ["REFERENCE", "Candidate", "CandidateError"]
 
 _WEBGPU_EP = "WebGpuExecutionProvider"
-_PLUGIN = "onnxruntime_ep_webgpu"
 
 
 class CandidateError(NoAdapterError):
@@ -139,12 +137,13 @@ def _on_provider(candidate: Candidate, model: Any, options: Any) -> ort.Inferenc
 
 def _plugin_library() -> str:
     try:
-        return importlib.import_module(_PLUGIN).get_library_path()
+        import onnxruntime_ep_webgpu
     except ImportError as missing:
         raise CandidateError(
             "candidate 'ort-webgpu-ep' needs ORT's plug-in: pip install onnxruntime-ep-webgpu, or"
             " name an interpreter that has onnxruntime-webgpu"
         ) from missing
+    return onnxruntime_ep_webgpu.get_library_path()
 
 
 _registered: set[str] = set()

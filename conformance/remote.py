@@ -7,12 +7,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ort_webgpu.conformance import worker
 from ort_webgpu.errors import DeviceLostError, OrtWebGpuError
 
 __all__ = ["Host", "RemoteError", "RemoteSession"]
+
+
+_WORKER = Path(__file__).with_name("worker.py")
+
+
+class Arg(NamedTuple):
+    """What is told of ORT's NodeArg."""
+
+    name: str
+    type: str
+    shape: list[Any]
 
 
 class RemoteError(OrtWebGpuError):
@@ -25,7 +35,7 @@ class Host:
     def __init__(self, python: str | None = None):
         # The file, not the module: the interpreter need not have this package.
         self._process = subprocess.Popen(
-            [python or sys.executable, str(Path(worker.__file__))],
+            [python or sys.executable, str(_WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -85,8 +95,8 @@ class RemoteSession:
         source = model if isinstance(model, bytes) else str(Path(model).resolve())
         self._host = host
         facts = host.ask("open", {**asdict(candidate), "routes": dict(candidate.routes)}, source)
-        self._inputs = [worker.Arg(*arg) for arg in facts["inputs"]]
-        self._outputs = [worker.Arg(*arg) for arg in facts["outputs"]]
+        self._inputs = [Arg(*arg) for arg in facts["inputs"]]
+        self._outputs = [Arg(*arg) for arg in facts["outputs"]]
         self._providers = facts["providers"]
 
     def get_inputs(self) -> Sequence[Any]:

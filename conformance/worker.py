@@ -7,17 +7,9 @@ library before it is asked for a session, and then only what that session needs.
 import os
 import pickle
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["Arg", "main"]
-
-
-class Arg(NamedTuple):
-    """What is told of ORT's NodeArg."""
-
-    name: str
-    type: str
-    shape: list[Any]
+__all__ = ["main"]
 
 
 def main() -> int:
@@ -75,8 +67,8 @@ def _foreign(candidate: dict[str, Any], model: Any) -> Any:
 
 def _facts(session: Any) -> dict[str, Any]:
     return {
-        "inputs": [tuple(Arg(a.name, a.type, a.shape)) for a in session.get_inputs()],
-        "outputs": [tuple(Arg(a.name, a.type, a.shape)) for a in session.get_outputs()],
+        "inputs": [(a.name, a.type, a.shape) for a in session.get_inputs()],
+        "outputs": [(a.name, a.type, a.shape) for a in session.get_outputs()],
         "providers": session.get_providers(),
     }
 

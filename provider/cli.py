@@ -355,6 +355,42 @@ def conformance(
         raise typer.Exit(1)
 
 
+@app.command()
+def external(
+    checkout: Annotated[
+        Path, typer.Argument(help="A checkout of microsoft/onnxruntime.", exists=True)
+    ],
+    suite: Annotated[
+        list[str] | None, typer.Option(help="gqa_cpu, gqa_cpu_quantized or web; all if not given.")
+    ] = None,
+    adapter: Adapter = "auto",
+    backend: Backend = "auto",
+    route: Routes = None,
+    argument: Annotated[
+        list[str] | None, typer.Option(help="An argument for pytest, as in --argument=-x.")
+    ] = None,
+) -> None:
+    """Run ONNX Runtime's own tests on our session; status 1 where one fails."""
+    from ort_webgpu.conformance.external import PYTHON_TESTS, run_python_tests, run_web_cases
+    from ort_webgpu.conformance.report_suite import print_suite
+
+    wanted = suite or [*PYTHON_TESTS, "web"]
+    unknown = set(wanted) - {*PYTHON_TESTS, "web"}
+    if unknown:
+        raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}", param_hint="--suite")
+    tried = _candidate("ort-webgpu", adapter, backend, route, "all", None, None, False)
+    failed = False
+    python = [name for name in wanted if name in PYTHON_TESTS]
+    if python:
+        failed |= run_python_tests(checkout, python, tried, argument or ()) != 0
+    if "web" in wanted:
+        found = run_web_cases(checkout, tried)
+        print_suite(found, console)
+        failed |= not found.passed
+    if failed:
+        raise typer.Exit(1)
+
+
 def _report(
     comparison: Any, verbose: bool, json_file: Path | None, junit: Path | None, html: Path | None
 ) -> None:
