@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,14 @@ from ort_webgpu.errors import (
     NoAdapterError,
 )
 from ort_webgpu.ops.spec import Caps, TensorSpec
-from ort_webgpu.wgsl.kernel import Kernel, Launch, Program
+from ort_webgpu.wgsl.kernel import Binding, Kernel, Launch, Program
 from ort_webgpu.wgsl.render import render, uniform_layout
 
 __all__ = ["AdapterInfo", "Counters", "DeviceBuffer", "Gpu", "adapters", "open_gpu"]
 
 _PACKAGES = {"wgpu": "wgpu", "dawn": "wgpudawn"}
 _UNIFORM_SLOT = 256  # the largest offset alignment that WebGPU allows
+_VARYING_SUBGROUPS = {0x8086: 8, 0x1002: 32, 0x5143: 64, 0x13B5: 4}  # Intel, AMD, Qualcomm, Arm
 _POOL_LIMIT = 1 << 30  # idle bytes kept for reuse, per device
 
 
@@ -107,9 +108,12 @@ class Gpu:
         self._bind_groups: dict[tuple, Any] = {}
         self._staging: Any = None
         self._lost: str | None = None
+        self._vendor = int(adapter.info.get("vendor_id") or 0)
         self._device, self.caps = _request(info, adapter)
         self._queue = self._device.queue
         self._uniforms = self._raw_buffer(1 << 16, "UNIFORM | COPY_DST")
+        if self.caps.subgroup_max:
+            self.caps = self._measured_subgroups()
 
     def __repr__(self) -> str:
         return f"<Gpu {self.info.name!r} ({self.info.backend}, {self.info.kind})>"
@@ -253,6 +257,31 @@ class Gpu:
             raise DeviceError(f"adapter {self.info.name!r} has no timestamp queries")
         with self._guarded("time"):
             return [self._time_once(programs) for _ in range(repeats)]
+
+    def _measured_subgroups(self) -> Caps:
+        """Caps with the subgroup sizes that kernels meet; adapters report 4 to 128 for anything.
+
+        Kernels take lane i of a workgroup to be lane i % size of its subgroup; a device that numbers
+        them otherwise is treated as one without subgroups.
+        """
+        sizes = set()
+        for lanes in (64, min(256, self.caps.workgroup_invocations)):
+            kernel = Kernel(
+                "subgroup_probe",
+                (),
+                (Binding("out", "vec2<u32>", "read_write"),),
+                workgroup_size=lanes,
+                features=frozenset({"subgroups"}),
+            )
+            out = self.allocate(8 * lanes)
+            self.run([(Program((Launch(kernel, (("out", "out"),), 1),)), {"out": out})])
+            (seen,) = self.download([(out, TensorSpec("uint32", (lanes, 2)))])
+            if (seen[:, 1] != np.arange(lanes) % seen[:, 0]).any():
+                return replace(self.caps, subgroup_min=0, subgroup_max=0)
+            sizes |= set(seen[:, 0].tolist())
+        # drivers that compile each shader for the width they like: take the narrowest they have
+        floor = _VARYING_SUBGROUPS.get(self._vendor, max(sizes))
+        return replace(self.caps, subgroup_min=min(*sizes, floor), subgroup_max=max(sizes))
 
     # -- inside ----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from ort_webgpu.ops.attention_core import (
     uniforms,
 )
 from ort_webgpu.ops.attention_matrix import Materialized
+from ort_webgpu.ops.attention_flash_matrix import FlashMatrix
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected
 from ort_webgpu.wgsl.kernel import Binding, Constant
 
@@ -31,6 +32,7 @@ __all__ = [
     "ComposedRoute",
     "CoreRoute",
     "Parts",
+    "SplitK",
     "composed_routes",
     "sequences",
 ]
@@ -317,6 +319,7 @@ class SplitKSubgroups(SplitK):
 
 #: In order of preference; the last takes everything.
 CORE_ROUTES: tuple[CoreRoute, ...] = (
+    FlashMatrix(),
     SplitKSubgroups(),
     SplitK(),
     Materialized(True),

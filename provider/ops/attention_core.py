@@ -101,6 +101,8 @@ class AttentionProblem:
     qk: int = 0
     qk_width: int = 0
     packed_rows: bool = False
+    scale: float = 1.0  # of scores; for routes that take queries without it
+    half_queries: bool = False  # the prologue can hand out such queries, as float16
 
     @property
     def group(self) -> int:
@@ -137,17 +139,22 @@ class Composed(Protocol):
     @property
     def core(self) -> AttentionProblem: ...
     def check(self, caps: Caps) -> Accepted | Rejected: ...
-    def prologue(self, caps: Caps) -> Parts: ...
+    def prologue(self, caps: Caps, half_queries: bool = False) -> Parts: ...
     def epilogue(self, caps: Caps) -> Parts: ...
     def names(self) -> dict[str, str]: ...
     def card_variant(self, core_route: str, caps: Caps) -> str | None: ...
 
 
 class CoreRoute:
-    """A way to compute the core attention."""
+    """A way to compute the core attention.
+
+    `half_queries`: it reads `q` as float16 without the score scale (problem.scale), in a buffer with
+    room for a tile of 128 query rows more; only for problems that say half_queries too.
+    """
 
     name: str
     forced_only: bool = False
+    half_queries: bool = False
 
     def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
         """Whether the route takes the problem on such a device."""
@@ -173,7 +180,8 @@ class ComposedRoute(Route):
         return self.core_route.check(problem.core, caps)
 
     def program(self, problem: Composed, caps: Caps) -> Program:
-        before = problem.prologue(caps)
+        half_queries = self.core_route.half_queries
+        before = problem.prologue(caps, True) if half_queries else problem.prologue(caps)
         core = self.core_route.parts(problem.core, caps)
         after = problem.epilogue(caps)
         names = problem.names()
@@ -244,10 +252,11 @@ _UNIFORMS = (
     ("row_groups", "u32"),
     ("key_tiles", "u32"),
     ("column_tiles", "u32"),
+    ("q_scale", "f32"),
 )
 
 
-def uniforms(p: AttentionProblem, **extra: int) -> tuple[tuple[str, int | float], ...]:
+def uniforms(p: AttentionProblem, **extra: int | float) -> tuple[tuple[str, int | float], ...]:
     """Values of the uniform block: the problem's own, and `extra`."""
     own = {name: getattr(p, name) for name, _ in _UNIFORMS if hasattr(p, name)}
     own["bias_rows"] = p.bias_rows or p.q_len

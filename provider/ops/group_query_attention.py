@@ -6,7 +6,7 @@ window caches combine freely.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,9 +71,9 @@ class GqaProblem:
             )
         return Accepted()
 
-    def prologue(self, caps: Caps) -> Parts:
+    def prologue(self, caps: Caps, half_queries: bool = False) -> Parts:
         """Past to cache, then queries, keys and values to their places."""
-        prepare = self.prepare.parts()
+        prepare = replace(self.prepare, half_queries=half_queries).parts()
         launches = (self.before.parts().launches if self.before else ()) + prepare.launches
         scratch = prepare.scratch
         if self.work_bytes:
@@ -388,6 +388,8 @@ class _CallBuilder:
             v_scaled=a.storage is not None,
             qk=a.qk_output,
             qk_width=self.lengths.scalar if a.qk_output else 0,
+            scale=contract.score_scale(a, shapes.head_size),
+            half_queries=shapes.dtype == "float16" and a.storage is None,
         )
 
     def _card(self) -> CardFacts:

@@ -21,7 +21,10 @@ def bytes_per_row(storage: str, head_size: int) -> int:
 
 @dataclass(frozen=True)
 class Prepare:
-    """One launch of prepare.wgsl.j2; `k_out`, `v_out` name the operands that new rows go to."""
+    """One launch of prepare.wgsl.j2; `k_out`, `v_out` name the operands that new rows go to.
+
+    `half_queries`: queries are written as float16 without the scale.
+    """
 
     batch: int
     q_len: int
@@ -44,6 +47,7 @@ class Prepare:
     k_epsilon: float = 0.0
     k_out: str = "present_key"
     v_out: str = "present_value"
+    half_queries: bool = False
 
     @property
     def vectors(self) -> int:
@@ -53,8 +57,10 @@ class Prepare:
 
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
-        """The query rows that core attention reads: float32, head size padded to 4."""
-        return (("q", self.batch * self.q_len * self.num_heads * self.head_size * 4),)
+        """The query rows that core attention reads, see CoreRoute.half_queries."""
+        width = self.num_heads * self.head_size
+        rows = self.batch * self.q_len
+        return (("q", (rows + 128) * width * 2 if self.half_queries else rows * width * 4),)
 
     def bindings(self) -> list[tuple[Binding, str]]:
         """The kernel's bindings, each with the operand it is bound to."""
@@ -62,7 +68,8 @@ class Prepare:
         found = [(Binding("q", element), "query")]
         if self.new_kv and not self.packed:
             found += [(Binding("k", element), "key"), (Binding("v", element), "value")]
-        found.append((Binding("q_out", "vec4<f32>", "read_write"), "q"))
+        q_element = "vec2<u32>" if self.half_queries else "vec4<f32>"
+        found.append((Binding("q_out", q_element, "read_write"), "q"))
         if self.new_kv:
             cache = STORAGE[self.kv_dtype]
             found += [
@@ -92,6 +99,7 @@ class Prepare:
                 ("LV", lanes),
                 ("R", self.rotary_size),
                 ("bias", self.bias),
+                ("half_queries", self.half_queries),
                 ("kv", self.kv_dtype),
                 ("new_kv", self.new_kv),
                 ("norm", self.norm),
@@ -124,7 +132,7 @@ class Prepare:
                 ("kv_heads", self.kv_heads),
                 ("kv_head_rows", self.kv_head_rows),
                 ("vectors", self.vectors),
-                ("scale", self.scale),
+                ("scale", 1.0 if self.half_queries else self.scale),
                 ("q_epsilon", self.q_epsilon),
                 ("k_epsilon", self.k_epsilon),
             ),
