@@ -225,3 +225,35 @@ def test_a_chain_stays_on_the_device(dtype, adapter):
         y.astype(np.float32), on_cpu.astype(np.float32), atol=1e-5 if dtype == "f32" else 1e-2
     )
     assert not y[1].any() and not y[0, 4:].any()
+
+
+# -- exported encoders ---------------------------------------------------------------------------
+
+FILES = {
+    "packed_bert_tiny/model_packed_fp32.onnx": 2e-5,
+    "packed_bert_tiny/model_packed_fp32_noembed.onnx": 2e-5,
+    "packed_bert_tiny/model_packed_fp16.onnx": 6e-3,
+    "packed_minilm_2layer_fp16/model_packed_fp16.onnx": 6e-3,
+}
+
+
+@pytest.mark.parametrize("route", ["flash", "flash_nosg", "serial"])
+@pytest.mark.parametrize("name", FILES)
+def test_exported_encoder_on_each_route(shared, adapter, name, route):
+    path = shared / "models" / name
+    data = np.load(path.parent / "io.npz")
+    session = WebGPUSession(path, adapter=adapter, routes={"PackedAttention": route})
+    feeds = {}
+    for value in session.get_inputs():
+        array = data[value.name]
+        feeds[value.name] = array.astype(np.int32) if "int32" in value.type else array
+    (hidden,) = session.run([session.get_outputs()[0].name], feeds)
+    kind = "fp16" if "fp16" in name else "fp32"
+    valid = data["attention_mask"] > 0
+    expected = data[f"last_hidden_state_packed_{kind}_expected"]
+    difference = np.abs(hidden.astype(np.float64) - expected)[valid]
+    assert difference.max() <= FILES[name]
+    assert not hidden[~valid].any()
+    rows = session.explain().rows
+    assert {row.placed for row in rows} == {"webgpu"}
+    assert {row.route for row in rows if row.op_type == "PackedAttention"} == {route}
