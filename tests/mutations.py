@@ -1,0 +1,388 @@
+"""Bugs seeded into the WGSL templates one at a time, to see whether the corpus finds them.
+
+    python tests/mutations.py [TEMPLATE ...] [--count 40] [--adapter llvmpipe] [--json FILE]
+
+A mutant is a template with one small change: a comparison off by one, a sign, a constant, a swapped
+sine and cosine, a missing barrier, a dropped statement. Every mutant gets a process of its own, in
+which the cases that run a changed kernel are judged by their oracles until one fails:
+
+    killed      a case came out wrong, or did not come to an end
+    invalid     the WGSL does not compile; nobody could ship it
+    unreached   no case of the corpus on this adapter renders the changed line
+    survived    all cases that run a changed kernel came out right
+
+Survivors that no case can tell from the original are listed in EXPLAINED with the reason.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import time
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from running import accepting, call_of, run_route
+
+from ort_webgpu.conformance.case import Case, Expected
+from ort_webgpu.conformance.cases import corpus
+from ort_webgpu.conformance.checks import problems
+from ort_webgpu.conformance.oracles import oracle
+from ort_webgpu.device import open_gpu
+from ort_webgpu.ops.spec import Caps, Route
+from ort_webgpu.wgsl import render as rendering
+from ort_webgpu.wgsl.kernel import Kernel
+
+TEMPLATES = Path(rendering.__file__).parent / "templates"
+SUFFIX = ".wgsl.j2"
+PAIRS = 80  # cases that a mutant has to pass to survive
+SECONDS = 120  # after which a mutant counts as never ending
+
+RULES: dict[str, tuple[str, str]] = {
+    "less for less or equal": (r"(?<![<])<=(?!=)", "<"),
+    "less or equal for less": (r"(?<= )<(?= )", "<="),
+    "greater or equal for greater": (r"(?<= )>(?= )", ">="),
+    "greater for greater or equal": (r"(?<![>])>=(?!=)", ">"),
+    "unequal for equal": (r"==", "!="),
+    "equal for unequal": (r"!=", "=="),
+    "minus for plus": (r"(?<= )\+(?= )", "-"),
+    "plus for minus": (r"(?<= )-(?= )", "+"),
+    "plus for times": (r"(?<= )\*(?= )", "+"),
+    "times for divide": (r"(?<= )/(?= )", "*"),
+    "divide for modulo": (r"(?<= )%(?= )", "/"),
+    "or for and": (r"&&", "||"),
+    "and for or": (r"\|\|", "&&"),
+    "max for min": (r"\bmin\(", "max("),
+    "min for max": (r"\bmax\(", "min("),
+    "sine for cosine": (r"\bcos(?=[\w(\[])", "sin"),
+    "cosine for sine": (r"\bsin(?=[\w(\[])", "cos"),
+    "one for zero": (r"\b0(?=u?\b)(?!\.|x)", "1"),
+    "two for one": (r"(?<![\w.])1(?=u?\b)(?!\.)", "2"),
+    "zero for one": (r"(?<![\w.])1(?=u?\b)(?!\.)", "0"),
+    "x for y": (r"(?<=\w)\.y\b", ".x"),
+    "y for x": (r"(?<=\w)\.x\b", ".y"),
+    "no barrier": (r"\b(?:workgroupBarrier|storageBarrier)\(\);", ";"),
+    "set for add": (r"\+=", "="),
+    "no statement": (r"(?m)(?<=^)\s+[\w\[\]. +*/%]+ [+*/-]?= [^;{]+;", " ;"),
+    "true for false": (r"\bfalse\b", "true"),
+    "false for true": (r"\btrue\b", "false"),
+    "no early return": (r"\breturn;", ";"),
+}
+"""What is done, and the text that it is done to."""
+
+# Jinja's own text and comments, in which nothing is changed.
+_APART = re.compile(r"\{#.*?#\}|\{%.*?%\}|\{\{.*?\}\}|//[^\n]*", re.S)
+
+EXPLAINED: dict[tuple[str, str, str], str] = {}
+"""(template, rule, the line without its indent) to why no case can tell it from the original."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: `rule` at characters `start` to `end` of a template, now `text`."""
+
+    template: str
+    rule: str
+    start: int
+    end: int
+    text: str
+    line: int
+    source: str
+
+    def applied(self, original: str) -> str:
+        """The changed template."""
+        return original[: self.start] + self.text + original[self.end :]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant; `by` is the case that killed it."""
+
+    mutant: Mutant
+    status: str
+    by: str = ""
+    cases: int = 0
+    seconds: float = 0.0
+
+
+def mutants(template: str, source: str) -> list[Mutant]:
+    """Every mutant of a template, in order of place."""
+    blank = _APART.sub(lambda m: re.sub(r"[^\n]", "\0", m[0]), source)
+    found = []
+    for rule, (pattern, text) in RULES.items():
+        for match in re.finditer(pattern, blank):
+            if "\0" in match[0]:
+                continue
+            line = source.count("\n", 0, match.start() + len(match[0]) - len(match[0].lstrip())) + 1
+            whole = source.splitlines()[line - 1].strip()
+            found.append(Mutant(template, rule, match.start(), match.end(), text, line, whole))
+    return sorted(found, key=lambda m: (m.start, m.rule))
+
+
+def sample(every: Sequence[Mutant], count: int) -> list[Mutant]:
+    """`count` of them, the same at every call, from as many rules and lines as can be."""
+    if count >= len(every):
+        return list(every)
+    rng = random.Random(zlib.crc32(every[0].template.encode()))
+    by_rule: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in every:
+        by_rule[mutant.rule].append(mutant)
+    queues = [rng.sample(group, len(group)) for group in by_rule.values()]
+    chosen: list[Mutant] = []
+    while len(chosen) < count:
+        for queue in queues:
+            if queue and len(chosen) < count:
+                chosen.append(queue.pop())
+    return sorted(chosen, key=lambda m: (m.start, m.rule))
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A case on a route, and the kernels that this runs."""
+
+    case: Case
+    route: Route
+    kernels: frozenset[Kernel]
+
+
+@dataclass(frozen=True)
+class _Device:
+    """What `accepting` asks of a Gpu."""
+
+    caps: Caps
+
+
+class Bench:
+    """All cases on all routes, by kernel. The device is opened in the children only."""
+
+    def __init__(self, adapter: str, level: str = "ci"):
+        self.adapter = adapter
+        self.caps: Caps = _forked(lambda: open_gpu(adapter, "wgpu").caps)[1]
+        self.pairs: list[Pair] = []
+        for case in corpus(level=level):
+            problem = call_of(case).problem
+            for route in accepting(case, _Device(self.caps)):  # type: ignore[arg-type]
+                launches = route.program(problem, self.caps).launches
+                kernels = frozenset(launch.kernel for launch in launches)
+                self.pairs.append(Pair(case, route, kernels))
+        self.kernels = list(dict.fromkeys(k for pair in self.pairs for k in pair.kernels))
+        self._texts = {k: rendering.render(k, self.caps.dialect) for k in self.kernels}
+        self._expected: dict[Case, Expected] = {}
+
+    def judge(self, mutant: Mutant) -> Outcome:
+        """Run the mutant in a process of its own."""
+        start = time.perf_counter()
+        source = (TEMPLATES / f"{mutant.template}{SUFFIX}").read_text("utf-8")
+        with _replaced(mutant.template, mutant.applied(source)):
+            changed = self._changed(mutant.template)
+            if isinstance(changed, str):
+                return Outcome(mutant, "invalid", changed)
+            pairs = self._chosen(changed)
+            if not pairs:
+                return Outcome(mutant, "unreached")
+            for pair in pairs:
+                self._right(pair.case)
+            status, answer = _forked(lambda: self._first_wrong(pairs))
+        seconds = time.perf_counter() - start
+        if status == "timeout":
+            return Outcome(mutant, "killed", "did not end", len(pairs), seconds)
+        if status == "died":
+            return Outcome(mutant, "killed", "ended the process", len(pairs), seconds)
+        kind, by, count = answer
+        return Outcome(mutant, kind, by, count, seconds)
+
+    def _changed(self, template: str) -> set[Kernel] | str:
+        """Kernels whose text is another now; a message where Jinja refuses the template."""
+        changed = set()
+        for kernel in self.kernels:
+            if template not in _parts(kernel.template):
+                continue
+            try:
+                text = rendering.render(kernel, self.caps.dialect)
+            except jinja2.TemplateError as error:
+                return str(error)
+            if text != self._texts[kernel]:
+                changed.add(kernel)
+                if len(changed) >= 2 * PAIRS:
+                    break
+        return changed
+
+    def _chosen(self, changed: set[Kernel]) -> list[Pair]:
+        """One pair for each changed kernel first, then others."""
+        first, rest, seen = [], [], set()
+        for pair in self.pairs:
+            hit = pair.kernels & changed
+            if hit - seen:
+                first.append(pair)
+                seen |= hit
+            elif hit:
+                rest.append(pair)
+        rng = random.Random(len(self.pairs))
+        return [*rng.sample(first, len(first)), *rng.sample(rest, len(rest))][:PAIRS]
+
+    def _right(self, case: Case) -> Expected:
+        if case not in self._expected:
+            self._expected[case] = oracle(case)
+        return self._expected[case]
+
+    def _first_wrong(self, pairs: Sequence[Pair]) -> tuple[str, str, int]:
+        gpu = open_gpu(self.adapter, "wgpu")
+        for number, pair in enumerate(pairs, 1):
+            name = f"{pair.case.name} on {pair.route.name}"
+            try:
+                actual = run_route(pair.case, gpu, pair.route)
+            except BaseException as error:
+                if "shader" in str(error).lower() or "wgsl" in str(error).lower():
+                    return "invalid", str(error)[:300], number
+                return "killed", f"{name}: {type(error).__name__}", number
+            if problems(actual, self._right(pair.case), pair.case):
+                return "killed", name, number
+        return "survived", "", len(pairs)
+
+
+def _parts(template: str) -> frozenset[str]:
+    """A template and all that it includes."""
+    if template not in _included:
+        source = (TEMPLATES / f"{template}{SUFFIX}").read_text("utf-8")
+        names = re.findall(r'\{%-?\s*(?:include|import|from|extends)\s+"([^"]+)"', source)
+        inner = [_parts(name.removesuffix(SUFFIX)) for name in names]
+        _included[template] = frozenset({template}).union(*inner)
+    return _included[template]
+
+
+_included: dict[str, frozenset[str]] = {}
+
+
+class _replaced:
+    """While open, the renderer reads `source` for `template`."""
+
+    def __init__(self, template: str, source: str):
+        self._name, self._source = f"{template}{SUFFIX}", source
+
+    def __enter__(self) -> None:
+        environment = rendering._environment()
+        self._loader = environment.loader
+        changed = jinja2.DictLoader({self._name: self._source})
+        environment.loader = jinja2.ChoiceLoader([changed, self._loader])
+        environment.cache.clear()
+
+    def __exit__(self, *_: object) -> None:
+        environment = rendering._environment()
+        environment.loader = self._loader
+        environment.cache.clear()
+
+
+def _forked(work: Any) -> tuple[str, Any]:
+    """("ok", the result) of `work` in a child; ("timeout", None) or ("died", None)."""
+    import pickle
+    import select
+    import signal
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 2)
+        status = 1
+        try:
+            with os.fdopen(writer, "wb") as channel:
+                pickle.dump(work(), channel)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as channel:
+        ready, _, _ = select.select([channel], [], [], SECONDS)
+        data = channel.read() if ready else b""
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if not ready:
+        return "timeout", None
+    return ("ok", pickle.loads(data)) if data else ("died", None)
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def template_names() -> list[str]:
+    """All templates."""
+    return sorted(path.name.removesuffix(SUFFIX) for path in TEMPLATES.glob(f"*{SUFFIX}"))
+
+
+def run(bench: Bench, template: str, count: int) -> Iterator[Outcome]:
+    """Judge `count` mutants of a template; invalid and unreached ones are replaced by others."""
+    source = (TEMPLATES / f"{template}{SUFFIX}").read_text("utf-8")
+    every = mutants(template, source)
+    if not every:
+        return
+    queue = sample(every, count)
+    spare = [mutant for mutant in sample(every, len(every)) if mutant not in queue]
+    random.Random(count).shuffle(spare)
+    while queue:
+        outcome = bench.judge(queue.pop(0))
+        yield outcome
+        if outcome.status in ("invalid", "unreached") and spare:
+            queue.append(spare.pop())
+
+
+def explained(outcome: Outcome) -> str | None:
+    """Why a survivor cannot be told from the original, None where nobody has said."""
+    mutant = outcome.mutant
+    return EXPLAINED.get((mutant.template, mutant.rule, mutant.source))
+
+
+def share_killed(outcomes: Sequence[Outcome]) -> float:
+    """Of the mutants that run and are not explained; 1.0 where there are none."""
+    counted = [o for o in outcomes if o.status in ("killed", "survived") and not explained(o)]
+    return sum(o.status == "killed" for o in counted) / len(counted) if counted else 1.0
+
+
+def summary(outcomes: Sequence[Outcome]) -> Mapping[str, int]:
+    """Number of outcomes by status."""
+    return Counter("explained" if explained(o) else o.status for o in outcomes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("templates", nargs="*")
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--adapter", default="llvmpipe")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    bench = Bench(args.adapter)
+    print(f"{len(bench.pairs)} cases on routes, {len(bench.kernels)} kernels", flush=True)
+    every: list[Outcome] = []
+    for template in args.templates or template_names():
+        outcomes = []
+        for outcome in run(bench, template, args.count):
+            outcomes.append(outcome)
+            if outcome.status == "survived" and not explained(outcome):
+                m = outcome.mutant
+                print(f"  survived {m.template}:{m.line}: {m.rule}: {m.source}", flush=True)
+        every += outcomes
+        counts = ", ".join(f"{n} {s}" for s, n in sorted(summary(outcomes).items()))
+        seconds = sum(o.seconds for o in outcomes)
+        print(
+            f"{template}: {counts}; killed {share_killed(outcomes):.1%} ({seconds:.0f} s)",
+            flush=True,
+        )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(outcome) for outcome in every], indent=1))
+    print(f"all: killed {share_killed(every):.1%} of the mutants that run")
+    return 0 if share_killed(every) >= 0.95 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
