@@ -64,7 +64,7 @@ class PackedProblem:
                 )
         return Accepted()
 
-    def prologue(self, caps: Caps) -> Parts:
+    def prologue(self, caps: Caps, half_queries: bool = False) -> Parts:
         """Rows of q, k and v."""
         return self.source.parts(caps)
 
