@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import ort_webgpu
-from ort_webgpu import NodeCall, WebGPUSession
+from ort_webgpu import NodeCall
 from ort_webgpu.conformance.candidates import REFERENCE, Candidate
 from ort_webgpu.conformance.case import Array
 from ort_webgpu.conformance.difference import Difference, difference
@@ -140,16 +140,14 @@ def compare_model(
                 break
         if options.fail_fast and not results[-1].passed:
             break
-    placement = {}
-    if isinstance(sides.candidate, WebGPUSession):
-        placement = sides.candidate.explain().to_dict()
+    explanation = sides.candidate.explain() if hasattr(sides.candidate, "explain") else None
     return Comparison(
         "the model given" if isinstance(model, bytes) else os.fspath(model),
         candidate.label,
         "the given outputs" if given and given[0].outputs else reference.label,
         tuple(results),
         tuple(nodes),
-        placement,
+        explanation.to_dict() if explanation else {},
         tuple(golden),
     )
 
@@ -241,7 +239,7 @@ def _run(
     session: Any, feeds: Mapping[str, Array], calls: list[NodeCall] | None = None
 ) -> dict[str, Array]:
     names = [output.name for output in session.get_outputs()]
-    if calls is not None and isinstance(session, WebGPUSession):
+    if calls is not None and hasattr(session, "run_traced"):
         values = session.run_traced(None, dict(feeds), calls.append)
     else:
         values = session.run(None, dict(feeds))

@@ -86,7 +86,7 @@ class Host:
 
 
 class RemoteSession:
-    """`run`, `get_inputs`, `get_outputs` and `get_providers` of a session on a Host.
+    """What comparisons ask of a session, of one on a Host.
 
     It lives until the host opens another one.
     """
@@ -116,3 +116,14 @@ class RemoteSession:
         if run_options is not None:
             raise ValueError("run_options cannot be sent to another process; use None")
         return self._host.ask("run", list(output_names or ()), dict(input_feed))
+
+    def run_traced(self, output_names: Any, input_feed: Any, observer: Any) -> list[Any]:
+        """As WebGPUSession.run_traced; `observer` hears of nothing where the session is another."""
+        values, calls = self._host.ask("trace", list(output_names or ()), dict(input_feed))
+        for call in calls:
+            observer(call)
+        return values
+
+    def explain(self) -> Any:
+        """The Explanation of the session, None where it is none of ours."""
+        return self._host.ask("explain")

@@ -27,12 +27,31 @@ def main() -> int:
                 session = _open(request[1], request[2])
                 answer: Any = _facts(session)
             else:
-                answer = session.run(request[1] or None, request[2])  # type: ignore[attr-defined]
+                answer = _ANSWERS[request[0]](session, *request[1:])
             reply = ("ok", answer)
         except Exception as error:
             reply = ("error", f"{type(error).__name__}: {error}")
         pickle.dump(reply, channel, protocol=4)
         channel.flush()
+
+
+def _run(session: Any, names: Any, feeds: Any) -> Any:
+    return session.run(names or None, feeds)
+
+
+def _trace(session: Any, names: Any, feeds: Any) -> Any:
+    """The results, and the calls of offloaded nodes where the session is ours."""
+    calls: list[Any] = []
+    if not hasattr(session, "run_traced"):
+        return _run(session, names, feeds), calls
+    return session.run_traced(names or None, feeds, calls.append), calls
+
+
+def _explain(session: Any) -> Any:
+    return session.explain() if hasattr(session, "explain") else None
+
+
+_ANSWERS = {"run": _run, "trace": _trace, "explain": _explain}
 
 
 def _open(candidate: dict[str, Any], model: Any) -> Any:

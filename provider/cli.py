@@ -25,6 +25,45 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 import ort_webgpu
 from ort_webgpu import OrtWebGpuError, WebGPUSession
+from ort_webgpu.cli_options import (
+    Adapter,
+    AsJson,
+    Backend,
+    Batch,
+    CandidateName,
+    Dims,
+    FailFast,
+    Golden,
+    HtmlFile,
+    InputFile,
+    Isolate,
+    Iterations,
+    JsonFile,
+    JunitFile,
+    Length,
+    Library,
+    ModelPath,
+    Nodes,
+    Offload,
+    OwnCaches,
+    Past,
+    Python,
+    Ranges,
+    Reference,
+    Repeat,
+    Repro,
+    Routes,
+    Save,
+    Saved,
+    Seed,
+    Steps,
+    Tolerances,
+    Verbose,
+    bounds,
+    bounds_by_output,
+    pairs,
+    sizes,
+)
 
 __all__ = ["app", "main"]
 
@@ -46,46 +85,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
-
-ModelPath = Annotated[Path, typer.Argument(help="The model file.", exists=True, dir_okay=False)]
-Adapter = Annotated[
-    str,
-    typer.Option(help="auto, hardware, software, none, part of a name, or an index of `devices`."),
-]
-Backend = Annotated[str, typer.Option(help="auto, wgpu or dawn.")]
-Routes = Annotated[
-    list[str] | None,
-    typer.Option("--route", help="OPERATOR=ROUTE or NODE=ROUTE: the only route that may run it."),
-]
-Offload = Annotated[
-    str, typer.Option(help="all, none, or node names and operator types with commas between.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Batch = Annotated[int, typer.Option(help="Rows of generated inputs.", min=1)]
-Length = Annotated[int, typer.Option(help="New tokens of generated inputs.", min=1)]
-Past = Annotated[int, typer.Option(help="Tokens already in generated caches.", min=0)]
-Dims = Annotated[list[str] | None, typer.Option("--dim", help="NAME=SIZE of a symbolic dimension.")]
-Ranges = Annotated[
-    list[str] | None, typer.Option("--range", help="INPUT=LOW:HIGH of generated values.")
-]
-Seed = Annotated[int, typer.Option(help="Seed of generated inputs.")]
-InputFile = Annotated[
-    Path | None, typer.Option("--inputs", help="Arrays by input name.", exists=True, dir_okay=False)
-]
-CandidateName = Annotated[
-    str, typer.Option(help="ort-webgpu, ort-cpu, ort-webgpu-ep, or the name of an EP of ORT's.")
-]
-Library = Annotated[
-    Path | None, typer.Option(help="The shared library of a plug-in EP.", exists=True)
-]
-Python = Annotated[
-    Path | None, typer.Option(help="Run the candidate in this interpreter.", exists=True)
-]
-Isolate = Annotated[bool, typer.Option(help="Run the candidate in a process of its own.")]
-Tolerances = Annotated[list[str] | None, typer.Option(help="VALUE or OUTPUT=VALUE.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write JSON here.")]
-JunitFile = Annotated[Path | None, typer.Option(help="Write JUnit XML here.")]
-HtmlFile = Annotated[Path | None, typer.Option(help="Write a page with plots here.")]
 
 
 def main() -> None:
@@ -225,6 +224,7 @@ def run_model(
 def compare(
     model: ModelPath,
     candidate: CandidateName = "ort-webgpu",
+    reference: Reference = "reference",
     adapter: Adapter = "auto",
     backend: Backend = "auto",
     route: Routes = None,
@@ -233,19 +233,15 @@ def compare(
     python: Python = None,
     isolate: Isolate = False,
     inputs: InputFile = None,
-    golden: Annotated[
-        Path | None, typer.Option(help="Compare with the outputs in this saved run.")
-    ] = None,
-    saved: Annotated[
-        Path | None, typer.Option(help="Do not run: check this saved run against --golden.")
-    ] = None,
-    save: Annotated[Path | None, typer.Option(help="Save inputs and outputs of this run.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of a decode loop.", min=1)] = 1,
-    iterations: Annotated[int, typer.Option(help="Runs with other seeds.", min=1)] = 1,
-    repeat: Annotated[int, typer.Option(help="Runs of each call, for unsteady ones.", min=1)] = 1,
-    own_caches: Annotated[bool, typer.Option(help="Each side keeps its own caches.")] = False,
-    nodes: Annotated[bool, typer.Option(help="Judge each node on its own inputs.")] = True,
-    fail_fast: Annotated[bool, typer.Option(help="Stop at the first difference.")] = False,
+    golden: Golden = None,
+    saved: Saved = None,
+    save: Save = None,
+    steps: Steps = 1,
+    iterations: Iterations = 1,
+    repeat: Repeat = 1,
+    own_caches: OwnCaches = False,
+    nodes: Nodes = True,
+    fail_fast: FailFast = False,
     atol: Tolerances = None,
     rtol: Tolerances = None,
     batch: Batch = 2,
@@ -254,47 +250,28 @@ def compare(
     dim: Dims = None,
     value_range: Ranges = None,
     seed: Seed = 0,
-    repro: Annotated[Path | None, typer.Option(help="Write the first bad node here.")] = None,
+    repro: Repro = None,
     json_file: JsonFile = None,
     junit: JunitFile = None,
     html: HtmlFile = None,
-    verbose: Annotated[bool, typer.Option(help="List every node call.")] = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Find the first wrong number: a model on a candidate, next to ORT's CPU EP.
-
-    Status 1 where an output or a node differs.
-    """
-    from ort_webgpu.conformance import compare as comparing
+    """Find the first wrong number of a model, next to ORT's CPU EP; status 1 where there is one."""
+    from ort_webgpu.conformance.compare import Options, compare_model, recheck
     from ort_webgpu.conformance.golden import load_steps, save_steps
-    from ort_webgpu.graph_tools import ModelFile
 
     tried = _candidate(candidate, adapter, backend, route, offload, library, python, isolate)
     tolerances = _tolerances(atol, rtol)
-    file = ModelFile.open(model)
-    known = (*file.inputs, *file.overridable)
-    given = golden or inputs
-    loaded = load_steps(given, known, file.outputs) if given else []
-    if golden is None:
-        loaded = [dataclasses.replace(step, outputs={}) for step in loaded]
+    names = _value_names(model)
+    loaded = _given_steps(golden, inputs, names)
+    if saved is not None and golden is None:
+        raise typer.BadParameter("needs --golden to check against", param_hint="--saved")
     if saved is not None:
-        if golden is None:
-            raise typer.BadParameter("needs --golden to check against", param_hint="--saved")
-        actual = load_steps(saved, known, file.outputs)
-        comparison = comparing.recheck(model, actual, loaded, tolerances)
+        comparison = recheck(model, load_steps(saved, *names), loaded, tolerances)
     else:
-        options = comparing.Options(
-            steps=steps,
-            iterations=iterations,
-            repeat=repeat,
-            fail_fast=fail_fast,
-            own_caches=own_caches,
-            nodes=nodes,
-            inputs=_input_options(
-                dim, value_range, batch=batch, length=length, past=past, seed=seed
-            ),
-            tolerances=tolerances,
-        )
-        comparison = comparing.compare_model(model, tried, options=options, given=loaded)
+        made = _input_options(dim, value_range, batch=batch, length=length, past=past, seed=seed)
+        options = Options(steps, iterations, repeat, fail_fast, own_caches, nodes, made, tolerances)
+        comparison = compare_model(model, tried, _named(reference), options, loaded)
     if save is not None:
         save_steps(save, comparison.golden)
     _report(comparison, verbose, json_file, junit, html)
@@ -324,7 +301,7 @@ def conformance(
     refused: Annotated[bool, typer.Option(help="Also nodes that must be refused.")] = True,
     json_file: JsonFile = None,
     junit: JunitFile = None,
-    verbose: Annotated[bool, typer.Option(help="List all failures and refusals.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run the corpus of single-node cases on a candidate; status 1 where one fails.
 
@@ -416,6 +393,36 @@ def _write_repro(bad: Any, candidate: Any, folder: Path) -> None:
         console.print(f"repro: python {script}", highlight=False, soft_wrap=True)
 
 
+def _tolerances(atol: list[str] | None, rtol: list[str] | None) -> dict[str, Any]:
+    from ort_webgpu.conformance.tolerances import Tolerance
+
+    return {name: Tolerance(*found) for name, found in bounds_by_output(atol, rtol).items()}
+
+
+def _given_steps(golden: Path | None, inputs: Path | None, names: Any) -> list[Any]:
+    """The steps to run; outputs stay in them only where they are what is right."""
+    from ort_webgpu.conformance.golden import load_steps
+
+    if golden is not None:
+        return load_steps(golden, *names)
+    steps = load_steps(inputs, *names) if inputs is not None else []
+    return [dataclasses.replace(step, outputs={}) for step in steps]
+
+
+def _value_names(model: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the inputs that may be given, and of the outputs."""
+    from ort_webgpu.graph_tools import ModelFile
+
+    file = ModelFile.open(model)
+    return (*file.inputs, *file.overridable), file.outputs
+
+
+def _named(name: str) -> Any:
+    from ort_webgpu.conformance.candidates import Candidate
+
+    return Candidate(name)
+
+
 def _candidate(
     name: str,
     adapter: str,
@@ -432,33 +439,12 @@ def _candidate(
         name,
         adapter=int(adapter) if adapter.isdigit() else adapter,
         backend=backend,
-        routes=_pairs(routes, "--route"),
+        routes=pairs(routes, "--route"),
         offload=_offload(offload),
         library=str(library) if library else None,
         python=str(python) if python else None,
         isolated=isolate,
     )
-
-
-def _tolerances(atol: list[str] | None, rtol: list[str] | None) -> dict[str, Any]:
-    """By output, "" for all: what --atol and --rtol say, each as VALUE or OUTPUT=VALUE."""
-    from ort_webgpu.conformance.tolerances import Tolerance
-
-    parts: dict[str, dict[str, float]] = {}
-    for option, texts in (("--atol", atol), ("--rtol", rtol)):
-        for text in texts or ():
-            name, _, value = text.rpartition("=")
-            try:
-                parts.setdefault(name, {})[option] = float(value)
-            except ValueError:
-                raise typer.BadParameter(
-                    f"{text!r} is neither VALUE nor OUTPUT=VALUE", param_hint=option
-                ) from None
-    everywhere = parts.get("", {})
-    return {
-        name: Tolerance(*({**everywhere, **found}.get(key, 0.0) for key in ("--atol", "--rtol")))
-        for name, found in parts.items()
-    }
 
 
 def _compare_run(model: Path, feeds: dict[str, Any], outputs: dict[str, Any]) -> None:
@@ -479,7 +465,7 @@ def _session(
         adapter=int(adapter) if adapter.isdigit() else adapter,
         backend=backend,
         offload=_offload(offload),
-        routes=_pairs(routes, "--route"),
+        routes=pairs(routes, "--route"),
     )
 
 
@@ -505,36 +491,7 @@ def _feeds(
 def _input_options(dims: list[str] | None, ranges: list[str] | None, **options: Any) -> Any:
     from ort_webgpu.conformance.generate import InputOptions
 
-    return InputOptions(dims=_sizes(dims, "--dim"), ranges=_bounds(ranges, "--range"), **options)
-
-
-def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
-    """NAME=VALUE options; the last "=" divides, since node names may hold others."""
-    found = {}
-    for text in texts or ():
-        name, equals, value = text.rpartition("=")
-        if not (name and equals and value):
-            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint=option)
-        found[name] = value
-    return found
-
-
-def _sizes(texts: list[str] | None, option: str) -> dict[str, int]:
-    try:
-        return {name: int(value) for name, value in _pairs(texts, option).items()}
-    except ValueError:
-        raise typer.BadParameter("sizes are whole numbers", param_hint=option) from None
-
-
-def _bounds(texts: list[str] | None, option: str) -> dict[str, tuple[float, float]]:
-    found = {}
-    for name, value in _pairs(texts, option).items():
-        low, _, high = value.partition(":")
-        try:
-            found[name] = (float(low), float(high))
-        except ValueError:
-            raise typer.BadParameter(f"{value!r} is not LOW:HIGH", param_hint=option) from None
-    return found
+    return InputOptions(dims=sizes(dims, "--dim"), ranges=bounds(ranges, "--range"), **options)
 
 
 def _print_values(title: str, values: dict[str, Any]) -> None:

@@ -311,6 +311,14 @@ def test_an_isolated_candidate_gives_the_same(adapter):
     np.testing.assert_array_equal(session.run(["logits"], given)[0], ours[0])
 
 
+def test_an_isolated_candidate_is_judged_node_by_node(adapter):
+    candidate = Candidate(adapter=adapter, isolated=True, routes={"GroupQueryAttention": "serial"})
+    found = compare_model(MODEL, candidate)
+    assert found.passed
+    assert [node.route for node in found.nodes] == ["serial"] * 4
+    assert adapter in found.placement["adapter"]
+
+
 def test_a_process_that_dies_is_an_error(adapter):
     session = Candidate("ort-cpu", isolated=True).open(MODEL)
     session._host._process.kill()
