@@ -165,6 +165,9 @@ class Flash(CoreRoute):
         return Parts((launch,))
 
 
+_MOST_SPLITS = 64
+
+
 class SplitK(CoreRoute):
     """Few query rows: the keys are dealt out to workgroups and the shares merged."""
 
@@ -224,7 +227,7 @@ class SplitK(CoreRoute):
         keys = p.max_keys if p.window < 0 else min(p.max_keys, p.window + p.q_len)
         groups = p.batch * p.kv_heads * -(-p.rows // self.rows(p, caps))
         target = 8 if caps.software else 256
-        return max(1, min(-(-target // groups), keys // 64, 64))
+        return max(1, min(-(-target // groups), keys // 64, _MOST_SPLITS))
 
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p = problem
@@ -244,16 +247,17 @@ class SplitK(CoreRoute):
         if direct:
             return Parts((split,))
         slots = p.batch * p.num_heads * p.q_len
+        lanes = 64 if caps.software else min(256, caps.workgroup_invocations)
         merge = make_launch(
             "attention_merge",
-            constants(p),
+            constants(p, SPLITS=_MOST_SPLITS, VP=min(lanes, 1 << (p.v4 - 1).bit_length())),
             [
                 Binding("part_o", "vec4<f32>"),
                 Binding("part_ml", "vec2<f32>"),
                 Binding("seq", "i32"),
                 *output_bindings(p),
             ],
-            64,
+            lanes,
             slots,
             uniforms(p, splits=splits),
         )
@@ -311,7 +315,7 @@ class SplitKSubgroups(SplitK):
         lanes, size = self.lanes(p, caps), self._size(p, caps)
         assert size is not None
         units = -(-(p.head_size // 8) // lanes)
-        ahead = 2 if units > 1 else 4
+        ahead = 2 if units > 1 or p.kv_dtype == "float32" else 4
         if p.kv_dtype in ("int8", "int4"):
             ahead *= 2
         return size, {"LPK": lanes, "UPL": units, "KB": ahead}

@@ -233,6 +233,7 @@ def constants(p: AttentionProblem, **extra: Constant) -> tuple[tuple[str, Consta
 
 
 _UNIFORMS = (
+    ("batch", "u32"),
     ("q_len", "u32"),
     ("num_heads", "u32"),
     ("kv_heads", "u32"),
