@@ -61,17 +61,11 @@ class DmmhaProblem:
                 f"head size {self.core.head_size}: rows of the cache must be whole groups of four"
                 " elements"
             )
-        needed = len(self.prepare.bindings())
-        if needed > caps.storage_buffers:
-            return Rejected(
-                f"preparing q, k and v needs {needed} storage buffers, the adapter allows"
-                f" {caps.storage_buffers}"
-            )
-        return Accepted()
+        return self.prepare.check(caps)
 
     def prologue(self, caps: Caps, half_queries: bool = False) -> Parts:
         """Past to present, then queries, keys and values to their places."""
-        prepare = self.prepare.parts()
+        prepare = self.prepare.parts(caps)
         copied = self.before.parts().launches if self.before else ()
         scratch = prepare.scratch
         if self._repacks_qk:

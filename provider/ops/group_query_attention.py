@@ -63,17 +63,11 @@ class GqaProblem:
 
     def check(self, caps: Caps) -> Accepted | Rejected:
         """Whether the prologue can run; the core route checks the rest."""
-        needed = len(self.prepare.bindings())
-        if needed > caps.storage_buffers:
-            return Rejected(
-                f"preparing q, k and v needs {needed} storage buffers, the adapter allows"
-                f" {caps.storage_buffers}"
-            )
-        return Accepted()
+        return self.prepare.check(caps)
 
     def prologue(self, caps: Caps, half_queries: bool = False) -> Parts:
         """Past to cache, then queries, keys and values to their places."""
-        prepare = replace(self.prepare, half_queries=half_queries).parts()
+        prepare = replace(self.prepare, half_queries=half_queries).parts(caps)
         launches = (self.before.parts().launches if self.before else ()) + prepare.launches
         scratch = prepare.scratch
         if self.work_bytes:

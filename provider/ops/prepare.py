@@ -3,9 +3,10 @@
 `prepare` (split, bias, norm, rotary, scale, quantize, append) and `cache_copy` (past to present).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ort_webgpu.ops.attention import Parts
+from ort_webgpu.ops.spec import Accepted, Caps, Rejected
 from ort_webgpu.wgsl.kernel import Binding, Kernel, Launch
 from ort_webgpu.wgsl.render import STORAGE
 
@@ -23,7 +24,8 @@ def bytes_per_row(storage: str, head_size: int) -> int:
 class Prepare:
     """One launch of prepare.wgsl.j2; `k_out`, `v_out` name the operands that new rows go to.
 
-    `half_queries`: queries are written as float16 without the scale.
+    `half_queries`: queries are written as float16 without the scale. `part` is "queries" or "keys"
+    (keys and values) for a launch of these alone, else "all".
     """
 
     batch: int
@@ -48,11 +50,22 @@ class Prepare:
     k_out: str = "present_key"
     v_out: str = "present_value"
     half_queries: bool = False
+    part: str = "all"
+
+    @property
+    def with_queries(self) -> bool:
+        """Whether the launch makes query rows."""
+        return self.part != "keys"
+
+    @property
+    def with_keys(self) -> bool:
+        """Whether the launch makes key and value rows."""
+        return self.new_kv and self.part != "queries"
 
     @property
     def vectors(self) -> int:
         """Heads of tokens that the launch works on."""
-        slots = self.num_heads + (2 * self.kv_heads if self.new_kv else 0)
+        slots = self.with_queries * self.num_heads + self.with_keys * 2 * self.kv_heads
         return self.batch * self.q_len * slots
 
     @property
@@ -65,12 +78,15 @@ class Prepare:
     def bindings(self) -> list[tuple[Binding, str]]:
         """The kernel's bindings, each with the operand it is bound to."""
         element = STORAGE[self.dtype]
-        found = [(Binding("q", element), "query")]
-        if self.new_kv and not self.packed:
+        found = []
+        if self.with_queries or self.packed:
+            found.append((Binding("q", element), "query"))
+        if self.with_keys and not self.packed:
             found += [(Binding("k", element), "key"), (Binding("v", element), "value")]
-        q_element = "vec2<u32>" if self.half_queries else "vec4<f32>"
-        found.append((Binding("q_out", q_element, "read_write"), "q"))
-        if self.new_kv:
+        if self.with_queries:
+            q_element = "vec2<u32>" if self.half_queries else "vec4<f32>"
+            found.append((Binding("q_out", q_element, "read_write"), "q"))
+        if self.with_keys:
             cache = STORAGE[self.kv_dtype]
             found += [
                 (Binding("k_out", cache, "read_write"), self.k_out),
@@ -87,8 +103,27 @@ class Prepare:
         found.append((Binding("seq", "i32"), "seq"))
         return found
 
-    def parts(self) -> Parts:
-        """The launch and its scratch."""
+    def split(self, caps: Caps) -> "tuple[Prepare, ...]":
+        """Itself, or queries apart from keys where the adapter binds too few buffers for all."""
+        if len(self.bindings()) <= caps.storage_buffers or not self.new_kv:
+            return (self,)
+        return replace(self, part="queries"), replace(self, part="keys")
+
+    def check(self, caps: Caps) -> Accepted | Rejected:
+        """Whether the adapter binds enough buffers."""
+        needed = max(len(one.bindings()) for one in self.split(caps))
+        if needed > caps.storage_buffers:
+            return Rejected(
+                f"preparing q, k and v needs {needed} storage buffers, the adapter allows"
+                f" {caps.storage_buffers}"
+            )
+        return Accepted()
+
+    def parts(self, caps: Caps) -> Parts:
+        """The launches and their scratch."""
+        return Parts(tuple(one._launch() for one in self.split(caps)), self.scratch)
+
+    def _launch(self) -> Launch:
         lanes = 1 << (-(-self.head_size // 8) - 1).bit_length()
         size = max(64, lanes)
         bound = self.bindings()
@@ -101,13 +136,14 @@ class Prepare:
                 ("bias", self.bias),
                 ("half_queries", self.half_queries),
                 ("kv", self.kv_dtype),
-                ("new_kv", self.new_kv),
+                ("new_kv", self.with_keys),
                 ("norm", self.norm),
                 ("packed", self.packed),
                 ("positions", self.positions),
                 ("quantized", self.quantized),
                 ("rotary", self.rotary),
                 ("t", self.dtype),
+                ("with_queries", self.with_queries),
             ),
             tuple(binding for binding, _ in bound),
             (
@@ -122,7 +158,7 @@ class Prepare:
             ),
             size,
         )
-        launch = Launch(
+        return Launch(
             kernel,
             tuple((binding.name, operand) for binding, operand in bound),
             -(-self.vectors // (size // lanes)),
@@ -137,7 +173,6 @@ class Prepare:
                 ("k_epsilon", self.k_epsilon),
             ),
         )
-        return Parts((launch,), self.scratch)
 
 
 @dataclass(frozen=True)
