@@ -175,7 +175,8 @@ def recheck(
             f"the runs have {len(actual)} and {len(expected)} steps; only equally long runs compare"
         )
     inputs = Inputs(ModelFile.open(model))
-    results, feeds = [], {}
+    results: list[StepResult] = []
+    feeds: dict[str, Array] = {}
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         feeds = {**feeds, **one.inputs}
         found = _differences(inputs, feeds, one.outputs, other.outputs, tolerances)

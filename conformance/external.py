@@ -113,14 +113,14 @@ def _run(case: Case, expected: Expected, candidate: Candidate) -> CaseResult:
     except (OrtWebGpuError, ValueError, RuntimeError) as error:
         detail = f"{type(error).__name__}: {error}"
         return CaseResult(case.name, case.op_type, case.source, ("web",), "unsupported", detail)
-    detail = "; ".join(problems(actual, expected, case)) or None
+    wrong = "; ".join(problems(actual, expected, case)) or None
     return CaseResult(
         case.name,
         case.op_type,
         case.source,
         ("web",),
-        "failed" if detail else "passed",
-        detail,
+        "failed" if wrong else "passed",
+        wrong,
         oracle=expected.oracle,
         seconds=time.perf_counter() - start,
     )

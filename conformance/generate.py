@@ -71,7 +71,11 @@ class Inputs:
         model has no cache that could be carried on.
         """
         self._check_names(given)
-        carried = {n: outputs[c.present] for n, c in self._caches().items() if c.present in outputs}
+        carried = {
+            name: outputs[cache.present]
+            for name, cache in self._caches().items()
+            if cache.present is not None and cache.present in outputs
+        }
         if not carried and not given:
             raise InvalidInputError(
                 "more than one step needs a decoder whose past inputs are wired to attention"
@@ -105,7 +109,7 @@ class Inputs:
         mask = self.roles.of("attention_mask")
         if ids is None or mask is None or value.shape[1] != feeds[ids].shape[1]:
             return None
-        if feeds[ids].shape != feeds[mask].shape:
+        if np.shape(feeds[ids]) != np.shape(feeds[mask]):
             return None  # new tokens after a past are all valid
         rows = np.arange(value.shape[1]) < valid[:, None]
         return rows.reshape(*rows.shape, *[1] * (value.ndim - 2))
@@ -142,8 +146,8 @@ class Inputs:
             for dim, size in zip(self._dims(name), np.shape(array), strict=False):
                 if isinstance(dim, str):
                     dims.setdefault(dim, size)
-        ids = self.roles.of("ids")
-        shape = list(np.shape(given[ids])) if ids in given else self._dims(ids or "")
+        ids = self.roles.of("ids") or ""
+        shape = list(np.shape(given[ids])) if ids in given else self._dims(ids)
         batch, new = options.batch, options.length
         if shape:
             batch = _size(shape[0], dims, batch)
@@ -153,10 +157,10 @@ class Inputs:
             past = max(1, options.length - 1)  # a step of a decoder that has no prompt of its own
         unequal = options.ragged and not any(c.window for c in self.roles.caches.values())
         lengths = self._lengths(batch, new if past == 0 else past, unequal)
-        mask_name = self.roles.of("attention_mask")
-        if mask_name in given and given[mask_name].ndim == 2:
-            valid = given[mask_name].sum(1).astype(np.int64)
-            past = max(given[mask_name].shape[1] - new, 0)
+        mask = given.get(self.roles.of("attention_mask") or "")
+        if mask is not None and mask.ndim == 2:
+            valid = mask.sum(1).astype(np.int64)
+            past = max(mask.shape[1] - new, 0)
         else:
             valid = lengths if past == 0 else lengths + new
         return _Call(batch, new, past, valid, dims, options.length)

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def load_steps(
 
 def save_steps(path: str | os.PathLike, steps: Iterable[Step]) -> None:
     """Write `steps` for `load_steps`."""
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for number, step in enumerate(steps):
         arrays |= {f"step{number}.in.{name}": array for name, array in step.inputs.items()}
         arrays |= {f"step{number}.out.{name}": array for name, array in step.outputs.items()}

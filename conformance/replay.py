@@ -112,8 +112,8 @@ def replay(call: NodeCall, step: int = 0) -> NodeResult:
             case.output_names(), given, expected.wanted(), strict=True
         )
     )
-    problem = _problem(found, common["nonfinite_inputs"])
-    return NodeResult(oracle=expected.oracle, outputs=found, problem=problem, **common)
+    verdict = _problem(found, common["nonfinite_inputs"])
+    return NodeResult(oracle=expected.oracle, outputs=found, problem=verdict, **common)
 
 
 def _problem(found: Sequence[Difference], nonfinite: Mapping[str, str]) -> str | None:

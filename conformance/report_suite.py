@@ -99,7 +99,7 @@ def _print_variants(suite: Suite, console: Console) -> None:
     for op_type, names in known_variants().items():
         if op_type not in suite.by_operator():
             continue
-        found = exercised.get(op_type, {})
+        found: Mapping[str, int] = exercised.get(op_type, {})
         missing = [name for name in names if name not in found]
         console.print(f"{op_type}: {len(names) - len(missing)} of {len(names)} variants exercised")
         if missing and found:

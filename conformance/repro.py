@@ -1,7 +1,7 @@
 """A failing node as a folder that anybody can run, and a smaller case that still fails."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,8 @@ def write_repro(
     folder.mkdir(parents=True, exist_ok=True)
     expected = answer(case)
     (folder / "model.onnx").write_bytes(case.model().SerializeToString())
-    np.savez(folder / "inputs.npz", **case.feeds())
+    inputs: dict[str, Any] = dict(case.feeds())
+    np.savez(folder / "inputs.npz", **inputs)
     np.savez(folder / "expected.npz", **_saved(case, expected.wanted()))
     wgsl = folder / "shaders"
     for number, (label, text) in enumerate((shaders or {}).items()):
@@ -129,9 +130,9 @@ def repro_of_node(result: NodeResult, candidate: Candidate, folder: Path) -> lis
     return scripts
 
 
-def _saved(case: Case, wanted: list[tuple[Array, Array | None]]) -> dict[str, Array]:
+def _saved(case: Case, wanted: list[tuple[Array, Array | None]]) -> dict[str, Any]:
     """Values, masks of what counts, and tolerances, as `compare_saved` reads them."""
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name, (values, care) in zip(case.output_names(), wanted, strict=True):
         tolerance = scaled(tolerance_for(values.dtype, case), values)
         arrays[name] = values
@@ -205,7 +206,7 @@ def _batches(case: Case) -> Iterator[tuple[str, Case]]:
         yield f"all of the batch but row {row}", replace(case, inputs=tuple(taken))
 
 
-_DROPPED_TOGETHER = {
+_DROPPED_TOGETHER: Mapping[str, Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]] = {
     "GroupQueryAttention": (
         (("attention_bias",), {}),
         (("head_sink",), {"smooth_softmax": 0}),
@@ -314,11 +315,11 @@ def _with_heads(case: Case, size: int, queries: slice, keys: slice) -> Case:
 
     changed: dict[str, Array | None] = {"query": case.first[..., columns(queries)]}
     for name in ("key", "value"):
-        array = case.require(name)
-        changed[name] = array[..., columns(keys)] if array.ndim == 3 else array[:, keys]
+        rows = case.require(name)
+        changed[name] = rows[..., columns(keys)] if rows.ndim == 3 else rows[:, keys]
     for name in ("past_key", "past_value"):
-        array = case.input(name)
-        changed[name] = None if array is None else array[:, keys]
+        past = case.input(name)
+        changed[name] = None if past is None else past[:, keys]
     bias, sink = case.input("attention_bias"), case.input("head_sink")
     if bias is not None and bias.shape[1] > 1:
         changed["attention_bias"] = bias[:, queries]

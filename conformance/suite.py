@@ -208,7 +208,8 @@ class _Runner:
     def _one(self, case: Case, candidate: Candidate) -> tuple[Any, CaseResult]:
         expected = numpy_oracle(case) if candidate.name == "ort-cpu" else oracle(case)
         start = time.perf_counter()
-        session, calls = None, []
+        session: Any = None
+        calls: list[NodeCall] = []
         try:
             session = self._open(case, candidate)
             actual = _outputs(session, case, calls)

@@ -7,6 +7,7 @@ library before it is asked for a session, and then only what that session needs.
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["main"]
@@ -16,7 +17,7 @@ def main() -> int:
     """Answer requests until stdin ends."""
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get among the answers
-    session = None
+    session: Any = None
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)
@@ -51,7 +52,7 @@ def _explain(session: Any) -> Any:
     return session.explain() if hasattr(session, "explain") else None
 
 
-_ANSWERS = {"run": _run, "trace": _trace, "explain": _explain}
+_ANSWERS: dict[str, Callable[..., Any]] = {"run": _run, "trace": _trace, "explain": _explain}
 
 
 def _open(candidate: dict[str, Any], model: Any) -> Any:
