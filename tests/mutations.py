@@ -63,7 +63,7 @@ RULES: dict[str, tuple[str, str]] = {
     "min for max": (r"\bmax\(", "min("),
     "sine for cosine": (r"\bcos(?=[\w(\[])", "sin"),
     "cosine for sine": (r"\bsin(?=[\w(\[])", "cos"),
-    "one for zero": (r"\b0(?=u?\b)(?!\.|x)", "1"),
+    "one for zero": (r"(?<![\w.])0(?=u?\b)(?!\.|x)", "1"),
     "two for one": (r"(?<![\w.])1(?=u?\b)(?!\.)", "2"),
     "zero for one": (r"(?<![\w.])1(?=u?\b)(?!\.)", "0"),
     "x for y": (r"(?<=\w)\.y\b", ".x"),
@@ -80,7 +80,32 @@ RULES: dict[str, tuple[str, str]] = {
 # Jinja's own text and comments, in which nothing is changed.
 _APART = re.compile(r"\{#.*?#\}|\{%.*?%\}|\{\{.*?\}\}|//[^\n]*", re.S)
 
-EXPLAINED: dict[tuple[str, str, str], str] = {}
+_OTHERS_ROW = (
+    "the row that it goes on to write is one of the next sequence's, which the next workgroups write"
+    " again: wrong only where workgroups run in another order"
+)
+EXPLAINED: dict[tuple[str, str, str], str] = {
+    (
+        "attention_serial",
+        "greater for greater or equal",
+        "if (i32(s) >= seq_at(b, 1u)) { return; }",
+    ): _OTHERS_ROW,
+    (
+        "attention_serial",
+        "no early return",
+        "if (i32(s) >= seq_at(b, 1u)) { return; }",
+    ): _OTHERS_ROW,
+    (
+        "attention_serial",
+        "plus for minus",
+        "let count = min({{ W }}u, span.y - start);",
+    ): "scores behind the span are LOWEST, so they weigh nothing and change no maximum",
+    (
+        "attention_serial",
+        "less or equal for less",
+        "for (var i = 0u; i < count; i++) { top = max(top, scores[i]); }",
+    ): "the score behind the last is LOWEST or, clamped, the last one again; no maximum changes",
+}
 """(template, rule, the line without its indent) to why no case can tell it from the original."""
 
 
