@@ -81,7 +81,7 @@ RULES: dict[str, tuple[str, str]] = {
 _APART = re.compile(r"\{#.*?#\}|\{%.*?%\}|\{\{.*?\}\}|//[^\n]*", re.S)
 
 _OTHERS_ROW = (
-    "the row that it goes on to write is one of the next sequence's, which the next workgroups write"
+    "the row that it goes on to write is the next sequence's, which the next workgroups write"
     " again: wrong only where workgroups run in another order"
 )
 EXPLAINED: dict[tuple[str, str, str], str] = {
