@@ -1,6 +1,7 @@
 """ort-webgpu: the attention operators of ONNX models on WebGPU, the rest on ORT's CPU EP."""
 
 from ort_webgpu._version import __version__
+from ort_webgpu.cache import Cache
 from ort_webgpu.device import AdapterInfo
 from ort_webgpu.device import adapters as devices
 from ort_webgpu.errors import (
@@ -16,12 +17,15 @@ from ort_webgpu.errors import (
 from ort_webgpu.explain import Explanation, Row
 from ort_webgpu.session import WebGPUSession
 from ort_webgpu.trace import NodeCall
+from ort_webgpu.values import DeviceValue
 
 __all__ = [
     "AdapterInfo",
+    "Cache",
     "DeviceError",
     "DeviceLostError",
     "DeviceMemoryError",
+    "DeviceValue",
     "Explanation",
     "InvalidInputError",
     "InvalidModelError",

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 from onnxruntime.capi import onnxruntime_pybind11_state as _ort
 
+from ort_webgpu.cache_pairs import Pair, find_pairs
 from ort_webgpu.device import Gpu, open_gpu
 from ort_webgpu.errors import InvalidModelError, NotOffloadedError
 from ort_webgpu.explain import Row
@@ -98,6 +99,7 @@ class Built:
     rows: tuple[Row, ...] = ()
     notes: tuple[str, ...] = ()
     order: Mapping[str, int] = field(default_factory=dict)
+    pairs: tuple[Pair, ...] = ()
 
 
 def build(request: Request, wishes: Wishes) -> Built:
@@ -135,6 +137,7 @@ def build(request: Request, wishes: Wishes) -> Built:
     simple = {arg.name: arg.type for arg in original.inputs_meta}
     simple |= {name: kind for name, (kind, _) in kinds.items()} | _stored_kinds(model)
     reported = tuple(n for n in nested if (n.domain, n.op_type) in OPS)
+    pairs = find_pairs(model, {arg.name: arg for arg in original.inputs_meta}, kinds)
     gpu, obstacle = _device(model, wishes)
     placement = place(model, wishes.offload, simple, reported, obstacle)
     if placement.offloaded and gpu is not None:
@@ -148,12 +151,13 @@ def build(request: Request, wishes: Wishes) -> Built:
                 factory, placement, kinds, gpu, wishes.routes, wishes.fallback == "cpu"
             )
             order = {node.name: node.index for node in model.nodes}
-            return Built(session, plan, _rows(placement), order=order)
+            return Built(session, plan, _rows(placement), order=order, pairs=pairs)
     _complain(placement, wishes, gpu)
     rows = _rows(placement)
     if any(needs_expansion(node, simple) for node in model.nodes) or nested:
-        return Built(_expanded_whole(request, model, simple, nested), None, rows)
-    return Built(rows=rows)
+        whole = _expanded_whole(request, model, simple, nested)
+        return Built(whole, None, rows, pairs=pairs)
+    return Built(rows=rows, pairs=pairs)
 
 
 def _is_plain(request: Request) -> bool:

@@ -180,6 +180,28 @@ class Gpu:
             self._queue.submit([encoder.finish()])
         self.counters.submits += 1
 
+    def move(self, regions: Sequence[tuple[DeviceBuffer, DeviceBuffer, int, int, int]]) -> None:
+        """Copy on the device: (source, target, offset in source, offset in target, bytes) each.
+
+        Offsets and sizes are multiples of 4; source and target must be different buffers.
+        """
+        for source, target, start, to, nbytes in regions:
+            fits = start + nbytes <= source.capacity and to + nbytes <= target.capacity
+            if not fits or (start | to | nbytes) % 4 or source.raw is target.raw or not nbytes:
+                raise DeviceError(
+                    f"cannot copy {nbytes} bytes at {start} of a buffer of {source.capacity} to"
+                    f" {to} of one of {target.capacity}; they must be different buffers with room"
+                    " for the range, in whole groups of four bytes"
+                )
+        if not regions:
+            return
+        with self._guarded("copy"):
+            encoder = self._device.create_command_encoder()
+            for source, target, start, to, nbytes in regions:
+                encoder.copy_buffer_to_buffer(source.raw, start, target.raw, to, nbytes)
+            self._queue.submit([encoder.finish()])
+        self.counters.submits += 1
+
     def download(self, wanted: Sequence[tuple[DeviceBuffer, TensorSpec]]) -> list[np.ndarray]:
         """The values as fresh arrays that the caller owns; one map for all of them."""
         sizes = [-(-spec.nbytes // 4) * 4 for _, spec in wanted]

@@ -7,7 +7,9 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
-from ort_webgpu.values import DTYPES, Held
+from ort_webgpu.device import Gpu
+from ort_webgpu.errors import DeviceError, InvalidInputError
+from ort_webgpu.values import DTYPES, DeviceValue, Held
 
 __all__ = ["Intake"]
 
@@ -15,7 +17,7 @@ __all__ = ["Intake"]
 class _Expected:
     """What a graph input takes: numpy dtype (None: no numeric tensor), rank and fixed dims."""
 
-    __slots__ = ("dims", "dtype", "kind", "rank")
+    __slots__ = ("dims", "dtype", "kind", "rank", "shape")
 
     def __init__(self, arg: Any):
         self.kind: str = arg.type
@@ -25,6 +27,7 @@ class _Expected:
         self.rank = len(arg.shape)
         dims = [(i, d) for i, d in enumerate(arg.shape) if isinstance(d, int) and d >= 0]
         self.dims = tuple(dims)
+        self.shape = tuple(arg.shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
         if not self.rank:
@@ -39,8 +42,11 @@ class Intake:
     what the model's own session would, in ORT's words.
     """
 
-    def __init__(self, session: Any, inputs: Sequence[Any], overridable: Sequence[Any]):
+    def __init__(
+        self, session: Any, inputs: Sequence[Any], overridable: Sequence[Any], gpu: Gpu | None
+    ):
         self._session = session
+        self._gpu = gpu
         self._expected = {arg.name: _Expected(arg) for arg in (*inputs, *overridable)}
         optional = {arg.name for arg in inputs if arg.type.startswith("optional")}
         self._optional = frozenset(optional)
@@ -59,7 +65,7 @@ class Intake:
             else:
                 held[name] = taken
         if odd or (names is not outputs and not set(names).issubset(outputs)):
-            self._session.run(list(names), dict(feeds), None)
+            self._session.run(list(names), {k: _stand_in(v) for k, v in feeds.items()}, None)
             held |= {name: self._converted(name, value) for name, value in odd.items()}
         for name in self._optional - feeds.keys():
             held[name] = Held.of_nothing()
@@ -70,6 +76,8 @@ class Intake:
         expected = self._expected.get(name)
         if expected is None:
             return None
+        if isinstance(value, DeviceValue):
+            return self._resident(name, value, expected)
         if isinstance(value, np.ndarray):
             if value.dtype == expected.dtype and expected.fits(value.shape):
                 return Held.of_array(np.asarray(value))
@@ -84,6 +92,20 @@ class Intake:
                 return Held.of_ort(raw)
         return None
 
+    def _resident(self, name: str, value: DeviceValue, expected: _Expected) -> Held:
+        if value.dtype != expected.dtype or not expected.fits(value.shape):
+            raise InvalidInputError(
+                f"input {name!r} is fed {value!r}; the model takes {expected.kind}"
+                f" {list(expected.shape)}"
+            )
+        if value.gpu is not None and value.gpu is not self._gpu:
+            here = self._gpu.info.name if self._gpu else "the CPU"
+            raise DeviceError(
+                f"input {name!r} is fed a value on {value.gpu.info.name!r}, but this session runs"
+                f" on {here!r}; feed value.numpy(), or make both sessions with one adapter="
+            )
+        return Held.of_device(value)
+
     def _converted(self, name: str, value: Any) -> Held:
         """A value that ORT took: nested lists of numbers become a tensor of the input's type."""
         expected = self._expected[name]
@@ -95,3 +117,8 @@ class Intake:
         if expected.dtype is not None:
             return Held.of_array(np.asarray(value, expected.dtype))
         return Held.of_python(value)
+
+
+def _stand_in(value: Any) -> Any:
+    """An array of a device value's type and shape, for ORT to check."""
+    return np.zeros(value.shape, value.dtype) if isinstance(value, DeviceValue) else value

@@ -4,6 +4,7 @@ A plan is immutable once built; all that a run makes lives in its own environmen
 `Held`), so several threads may run one plan at once.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,26 +14,30 @@ from onnxruntime import OrtValue
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from ort_webgpu.device import Gpu
-from ort_webgpu.errors import NotOffloadedError
+from ort_webgpu.errors import InvalidInputError, NotOffloadedError
 from ort_webgpu.explain import NOT_RUN, AssignedNode, AssignedSubgraph, Row
 from ort_webgpu.graph_tools import (
+    ModelFile,
+    Node,
     Stage,
     needed_outputs,
     partition,
     type_from_node_arg,
 )
+from ort_webgpu.graph_tools.partition import reads
 from ort_webgpu.graph_tools.reference import EXPANDABLE
 from ort_webgpu.placement import Placement, needs_expansion
 from ort_webgpu.profiling import PROVIDER, DeviceEvents
 from ort_webgpu.segments import SegmentFactory
-from ort_webgpu.steps import Choice, Chooser, CpuStep, Env, GpuNode, GpuStep
+from ort_webgpu.steps import Choice, Chooser, CpuStep, Env, GpuNode, GpuStep, ShapeStep
 from ort_webgpu.trace import Observer, node_call
-from ort_webgpu.values import Held, fetch, to_host
+from ort_webgpu.values import DTYPES, DeviceValue, Held, fetch, to_host
 
 _TERMINATED = "Exiting due to terminate flag being set to true."
 
 __all__ = ["Kinds", "Plan", "build_plan"]
 
+Step = CpuStep | ShapeStep | GpuStep
 Kinds = Mapping[str, tuple[str, list[Any]]]
 """Type string and shape of each value that a node makes, as ORT's NodeArg has them."""
 
@@ -41,7 +46,7 @@ Kinds = Mapping[str, tuple[str, list[Any]]]
 class _Entry:
     """One step of a schedule: what it hands out, and which values nobody reads after it."""
 
-    step: CpuStep | GpuStep
+    step: Step
     work: tuple[Any, ...]
     as_objects: bool
     dropped: tuple[str, ...]
@@ -51,7 +56,7 @@ class _Entry:
 class Plan:
     """Steps in order. `constants` are initializers that device nodes or the caller read."""
 
-    steps: tuple[CpuStep | GpuStep, ...]
+    steps: tuple[Step, ...]
     constants: dict[str, Held]
     gpu: Gpu
     placement: Placement
@@ -77,11 +82,13 @@ class Plan:
         run_options: Any = None,
         ort_values: bool = False,
         observer: Observer | None = None,
+        resident: frozenset[str] = frozenset(),
     ) -> list[Held]:
         """The values `names` for the graph inputs `feeds`; steps that they don't need are skipped.
 
         `names` must be outputs of the model. `ort_values`: the caller wants no Python object for a
-        sequence, map or optional. `observer` gets the NodeCall of every offloaded node, in order.
+        sequence, map or optional. `resident` are those that the caller takes on the device.
+        `observer` gets the NodeCall of every offloaded node, in order.
         Errors are those of ORT and of the operators.
         """
         key = (names, ort_values)
@@ -92,10 +99,12 @@ class Plan:
         for entry in schedule:
             if isinstance(entry.step, CpuStep):
                 entry.step.run(env, entry.work, entry.as_objects, run_options)
+            elif isinstance(entry.step, ShapeStep):
+                entry.step.run(env, entry.work)
             else:
                 if run_options is not None and run_options.terminate:
                     raise Fail(f"[ONNXRuntimeError] : 1 : FAIL : {_TERMINATED}")
-                entry.step.run(env, entry.work, run_options)
+                entry.step.run(env, entry.work, run_options, resident)
                 if observer is not None:
                     for one in entry.work:
                         observer(node_call(one, env, self.gpu))
@@ -104,10 +113,35 @@ class Plan:
         return [env[name] for name in names]
 
     def fetch(
-        self, feeds: Mapping[str, Held], names: tuple[str, ...], held: list[Held]
+        self,
+        feeds: Mapping[str, Held],
+        names: tuple[str, ...],
+        held: list[Held],
+        resident: frozenset[str] = frozenset(),
     ) -> list[Any]:
-        """`held`, as `run` gave them for `names`, as the caller gets them: its own to change."""
-        return fetch(held, self._borrowed(feeds, names))
+        """`held`, as `run` gave them for `names`, as the caller gets them: its own to change.
+
+        Those in `resident` become DeviceValues.
+        """
+        places = {
+            i: self._resident(name, one, name in feeds or name in self.constants)
+            for i, (name, one) in enumerate(zip(names, held, strict=True))
+            if name in resident
+        }
+        rest = [one for i, one in enumerate(held) if i not in places]
+        kept = tuple(name for i, name in enumerate(names) if i not in places)
+        arrays = iter(fetch(rest, self._borrowed(feeds, kept)))
+        return [places[i] if i in places else next(arrays) for i in range(len(names))]
+
+    def _resident(self, name: str, held: Held, borrowed: bool) -> DeviceValue:
+        if held.is_python or held.kind not in DTYPES:
+            raise InvalidInputError(
+                f"output {name!r} is no numeric tensor, so it cannot stay on the device; leave it"
+                " out of device_outputs"
+            )
+        if borrowed and held.device is None:
+            return DeviceValue.of_array(held.host(), self.gpu)
+        return held.on_device(self.gpu)
 
     def fetch_ort(
         self, feeds: Mapping[str, Held], names: tuple[str, ...], held: list[Held]
@@ -149,13 +183,15 @@ class Plan:
 
     def _schedule(self, names: tuple[str, ...], ort_values: bool) -> tuple[_Entry, ...]:
         needed = set(names)
-        entries: list[tuple[CpuStep | GpuStep, tuple[Any, ...], bool, set[str]]] = []
+        entries: list[tuple[Step, tuple[Any, ...], bool, set[str]]] = []
         for step in reversed(self.steps):
             made = frozenset(needed.intersection(step.outputs))
             if not made:
                 continue
             work: tuple[Any, ...]
-            if isinstance(step, CpuStep):
+            if isinstance(step, ShapeStep):
+                work, as_objects = tuple(made), False
+            elif isinstance(step, CpuStep):
                 work = tuple(name for name in step.outputs if name in made)
                 as_objects = not ort_values and not step.objects.isdisjoint(names)
             else:
@@ -188,6 +224,8 @@ def build_plan(
     """
     model = factory.model
     stages = partition(model, frozenset(placement.offloaded))
+    stages, shapes = _without_shapes(model, stages, placement)
+    readers = _readers(model)
     types = {n: _type(kind, shape, n in model.outputs) for n, (kind, shape) in kinds.items()}
     simple = {name: kind for name, (kind, _) in kinds.items()}
     profiling = factory.options is not None and factory.options.enable_profiling
@@ -195,7 +233,7 @@ def build_plan(
     chooser = Chooser(gpu, forced)
     twins = _Twins(factory, types, simple, may_move)
 
-    steps: list[CpuStep | GpuStep] = []
+    steps: list[Step] = []
     waiting: list[GpuNode] = []
 
     def flush() -> None:
@@ -206,14 +244,57 @@ def build_plan(
     for number, (stage, outputs) in enumerate(
         zip(stages, needed_outputs(model, stages), strict=True)
     ):
+        if shapes[number]:
+            flush()
+            steps.append(ShapeStep(shapes[number]))
         if outputs:
             flush()
             expanded = _expanded(factory, stage, simple, placement)
             segment = factory.segment(stage.cpu, outputs, types, expanded, f"_segment{number}")
             steps.append(CpuStep.of(segment))
-        waiting += [GpuNode.of(model.nodes[i], placement.offloaded[i]) for i in stage.gpu]
+        for i in stage.gpu:
+            node = model.nodes[i]
+            sole = frozenset(
+                k
+                for k, name in enumerate(node.inputs)
+                if readers[name] == 1 and node.inputs.count(name) == 1
+            )
+            waiting.append(GpuNode.of(node, placement.offloaded[i], sole))
     flush()
     return Plan(tuple(steps), _constants(factory, steps), gpu, placement, chooser, events)
+
+
+def _without_shapes(
+    model: ModelFile, stages: Sequence[Stage], placement: Placement
+) -> tuple[list[Stage], list[tuple[Node, ...]]]:
+    """The stages without the Shape and Size nodes of values that the device reads or makes, and
+    those nodes, by stage."""
+    there: set[str] = set()
+    for i, spec in placement.offloaded.items():
+        node = model.nodes[i]
+        there.update(node.outputs)
+        there.update(n for k, n in enumerate(node.inputs) if k not in spec.host_inputs)
+    there -= model.weights.keys() | {""}
+    left, taken = [], []
+    for stage in stages:
+        ours = [
+            i
+            for i in stage.cpu
+            if (model.nodes[i].domain, model.nodes[i].op_type) in (("", "Shape"), ("", "Size"))
+            and model.nodes[i].inputs[0] in there
+        ]
+        left.append(Stage(tuple(i for i in stage.cpu if i not in ours), stage.gpu))
+        taken.append(tuple(model.nodes[i] for i in ours))
+    return left, taken
+
+
+def _readers(model: ModelFile) -> Counter[str]:
+    """How many nodes, other than Shape and Size, read each value; the caller counts as one."""
+    found = Counter(model.outputs)
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        if node.op_type not in ("Shape", "Size"):
+            found.update(reads(proto))
+    return found
 
 
 def _type(kind: str, shape: Sequence[Any], declared: bool) -> onnx.TypeProto:
@@ -235,7 +316,7 @@ def _expanded(
     return found
 
 
-def _constants(factory: SegmentFactory, steps: Sequence[CpuStep | GpuStep]) -> dict[str, Held]:
+def _constants(factory: SegmentFactory, steps: Sequence[Step]) -> dict[str, Held]:
     """Initializers that are read outside of ORT sessions."""
     model = factory.model
     device = (one.node for step in steps if isinstance(step, GpuStep) for one in step.nodes)

@@ -17,6 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as _ort
 
 from ort_webgpu.binding import PlanBinding
 from ort_webgpu.build import Built, Request, Wishes, build
+from ort_webgpu.cache import Cache, matching
 from ort_webgpu.explain import Explanation, Row
 from ort_webgpu.intake import Intake
 from ort_webgpu.options import copy_options, plain_values, with_plain_values
@@ -24,7 +25,7 @@ from ort_webgpu.placement import Offload
 from ort_webgpu.plan import Plan
 from ort_webgpu.profiling import PROVIDER, merged_profile
 from ort_webgpu.trace import Observer
-from ort_webgpu.values import Held
+from ort_webgpu.values import DeviceValue, Held
 
 __all__ = ["WebGPUSession"]
 
@@ -117,7 +118,9 @@ class WebGPUSession(onnxruntime.InferenceSession):
         self._provider_options = {PROVIDER: _facts(plan.gpu), **self._provider_options}
         self._providers = [PROVIDER, *self._providers]
         self._output_names = tuple(output.name for output in self._outputs_meta)
-        self._intake = Intake(self._sess, self._inputs_meta, self._overridable_initializers)
+        self._intake = Intake(
+            self._sess, self._inputs_meta, self._overridable_initializers, plan.gpu
+        )
         self._plan = plan
 
     def _request(self, providers: Any, provider_options: Any, disabled: Any) -> Request:
@@ -149,13 +152,98 @@ class WebGPUSession(onnxruntime.InferenceSession):
 
     # -- running ---------------------------------------------------------------------------------
 
-    def run(self, output_names: Any, input_feed: Any, run_options: Any = None) -> list[Any]:
-        """Compute outputs; arguments, results and errors are those of `InferenceSession.run`."""
+    def run(
+        self,
+        output_names: Any,
+        input_feed: Any,
+        run_options: Any = None,
+        *,
+        device_outputs: Sequence[str] = (),
+        cache: Cache | None = None,
+    ) -> list[Any]:
+        """Compute outputs; arguments, results and errors are those of `InferenceSession.run`.
+
+        Args:
+            output_names, input_feed, run_options: as for ORT; a feed may also be a DeviceValue.
+            device_outputs: outputs to return as DeviceValues, by name or pattern ("present*").
+            cache: a cache of `new_cache`: it feeds the pasts and keeps the presents. Without
+                `output_names`, the presents that it keeps are not returned.
+        """
         plan = self._plan
+        if device_outputs or cache is not None:
+            resident = matching(device_outputs, [output.name for output in self._outputs_meta])
+            if cache is not None:
+                return self._run_cached(cache, output_names, input_feed, run_options, resident)
+            return self._run_resident(output_names, input_feed, run_options, resident)
         if plan is None:
-            return _run_plain(self, output_names, input_feed, run_options)
+            try:
+                return _run_plain(self, output_names, input_feed, run_options)
+            except RuntimeError:  # what ORT raises for a value it does not know
+                if not any(isinstance(value, DeviceValue) for value in input_feed.values()):
+                    raise
+            return self._run_resident(output_names, input_feed, run_options, frozenset())
         names, feeds = self._taken(output_names, input_feed)
         return plan.fetch(feeds, names, plan.run(feeds, names, run_options))
+
+    def _run_resident(
+        self,
+        output_names: Any,
+        feed: Any,
+        run_options: Any,
+        resident: frozenset[str],
+        own: frozenset[str] = frozenset(),
+    ) -> list[Any]:
+        """As `run`; outputs in `resident` are DeviceValues; inputs in `own` may be overwritten."""
+        plan = self._plan
+        if plan is None:
+            arrays = {
+                name: value.numpy() if isinstance(value, DeviceValue) else value
+                for name, value in feed.items()
+            }
+            names = output_names or [output.name for output in self._outputs_meta]
+            values = _run_plain(self, list(names), arrays, run_options)
+            return [
+                DeviceValue.of_array(value, None) if name in resident else value
+                for name, value in zip(names, values, strict=True)
+            ]
+        names, feeds = self._taken(output_names, feed)
+        for name in own:
+            feeds[name].own = True
+        values = plan.run(feeds, names, run_options, resident=resident)
+        return plan.fetch(feeds, names, values, resident)
+
+    def _run_cached(
+        self, cache: Cache, output_names: Any, feed: Any, run_options: Any, resident: frozenset[str]
+    ) -> list[Any]:
+        known = [output.name for output in self._outputs_meta]
+        wanted = list(output_names) if output_names else cache.others(known)
+        with cache.step(self, feed) as step:
+            names = list(dict.fromkeys([*wanted, *step.presents]))
+            values = self._run_resident(
+                names, step.feeds, run_options, resident | step.presents, step.own
+            )
+            results = dict(zip(names, values, strict=True))
+            step.keep(results)
+        return [step.result(name, results[name], name in resident) for name in wanted]
+
+    def new_cache(
+        self, batch_size: int, capacity: int | None = None, head_size: int | None = None
+    ) -> Cache:
+        """An empty key/value cache for `run(..., cache=cache)`, see `ort_webgpu.cache.Cache`.
+
+        Args:
+            batch_size: rows of the batch.
+            capacity: rows (tokens) to reserve; a call that needs more raises InvalidInputError.
+                None: the cache grows, to twice its size when it is full. Required where the model
+                takes buffers of fixed size (DecoderMaskedMultiHeadAttention).
+            head_size: elements of a cache row, where the model does not tell.
+        """
+        gpu = self._plan.gpu if self._plan is not None else None
+        return Cache(self, self._built.pairs, gpu, batch_size, capacity, head_size)
+
+    def device_value(self, array: Any) -> DeviceValue:
+        """A copy of a numeric array on this session's device, to be fed any number of times."""
+        return DeviceValue.of_array(array, self._plan.gpu if self._plan is not None else None)
 
     def run_traced(
         self, output_names: Any, input_feed: Any, observer: Observer, run_options: Any = None

@@ -2,19 +2,30 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from ort_webgpu.device import DeviceBuffer, Gpu
 from ort_webgpu.errors import NotOffloadedError
 from ort_webgpu.graph_tools import Node
-from ort_webgpu.ops.spec import Call, OpSpec, Rejected, Route
+from ort_webgpu.ops.spec import (
+    Call,
+    OpSpec,
+    Output,
+    Rejected,
+    Room,
+    Route,
+    TensorSpec,
+    Value,
+)
 from ort_webgpu.profiling import DeviceEvents
 from ort_webgpu.segments import Segment
-from ort_webgpu.values import DeviceValue, Held, to_host
+from ort_webgpu.values import DeviceValue, Held, Rows, to_host
 from ort_webgpu.wgsl.kernel import Program
 
-__all__ = ["Choice", "Chooser", "CpuStep", "Env", "GpuNode", "GpuStep"]
+__all__ = ["Choice", "Chooser", "CpuStep", "Env", "GpuNode", "GpuStep", "ShapeStep"]
 
 Env = dict[str, Held]
 Launchable = tuple[Program, Mapping[str, DeviceBuffer]]
@@ -130,21 +141,59 @@ class CpuStep:
 
 
 @dataclass
+class ShapeStep:
+    """Shape and Size nodes of values that may lie on the device: answered without moving them."""
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.outputs = tuple(node.outputs[0] for node in self.nodes)
+
+    def reads(self, needed: frozenset[str]) -> set[str]:
+        """What the nodes read that make `needed`."""
+        return {node.inputs[0] for node in self.nodes if node.outputs[0] in needed}
+
+    def run(self, env: Env, outputs: Sequence[str]) -> None:
+        """Put `outputs` into `env`."""
+        for node in self.nodes:
+            if node.outputs[0] not in outputs:
+                continue
+            spec = env[node.inputs[0]].spec
+            if node.op_type == "Size":
+                found = np.array(spec.size, np.int64)
+            else:
+                bounds = slice(node.attributes.get("start", 0), node.attributes.get("end"))
+                found = np.array(spec.shape[bounds], np.int64)
+            env[node.outputs[0]] = Held.of_array(found)
+
+
+@dataclass
 class GpuNode:
-    """An offloaded node. `choice` is the one of its last run, for explain() only."""
+    """An offloaded node. `choice` is the one of its last run, for explain() only.
+
+    `caches` are the OpSpec's, for presents that the node has; `sole` the inputs that nothing else
+    reads.
+    """
 
     node: Node
     spec: OpSpec
     inputs: tuple[tuple[str, bool], ...] = ()
     outputs: frozenset[str] = frozenset()
+    caches: Mapping[int, int] = field(default_factory=dict)
+    grows: bool = False
+    sole: frozenset[int] = frozenset()
     choice: Choice | None = None
     moved: str | None = None
 
     @classmethod
-    def of(cls, node: Node, spec: OpSpec) -> "GpuNode":
+    def of(cls, node: Node, spec: OpSpec, sole: frozenset[int] = frozenset()) -> "GpuNode":
         """The node with what a run needs to know, looked up once."""
         inputs = tuple((name, i in spec.host_inputs) for i, name in enumerate(node.inputs))
-        return cls(node, spec, inputs, frozenset(filter(None, node.outputs)))
+        outputs = frozenset(filter(None, node.outputs))
+        caches = {o: i for o, i in spec.caches.items() if node.has_output(o) and node.has_input(i)}
+        grows = spec.cache_kind(node) == "growing"
+        return cls(node, spec, inputs, outputs, caches, grows, sole)
 
 
 @dataclass
@@ -177,8 +226,14 @@ class GpuStep:
         """What the nodes read that `needed` depends on."""
         return {name for one in self.needed(needed) for name in one.node.inputs if name}
 
-    def run(self, env: Env, nodes: Sequence[GpuNode], run_options: Any) -> None:
-        """Put the outputs of `nodes` into `env`."""
+    def run(
+        self,
+        env: Env,
+        nodes: Sequence[GpuNode],
+        run_options: Any,
+        resident: frozenset[str] = frozenset(),
+    ) -> None:
+        """Put the outputs of `nodes` into `env`; presents that are `resident` get room to grow."""
         pending: list[Launchable] = []
         for one in nodes:
             held = [env[name] if name else None for name, _ in one.inputs]
@@ -187,11 +242,7 @@ class GpuStep:
                 self.gpu.run(pending)
                 pending = []
             to_host(late)
-            values = [
-                h.value(on_host) if h is not None else None
-                for h, (_, on_host) in zip(held, one.inputs, strict=True)
-            ]
-            call = one.spec.call(one.node, values, frozenset())
+            call, places = self._call(one, held, resident)
             choice = one.choice = self.chooser.choose(one.node, one.spec, call.problem)
             if choice.program is None:
                 self.gpu.run(pending)
@@ -200,7 +251,7 @@ class GpuStep:
                 twin.run(env, twin.outputs, False, run_options)
                 continue
             one.moved = None
-            launchable = (choice.program, self._operands(one.node, call, held, env))
+            launchable = (choice.program, self._operands(one.node, call, held, env, places))
             if self.events is None:
                 pending.append(launchable)
             else:
@@ -208,22 +259,84 @@ class GpuStep:
         if pending:
             self.gpu.run(pending)
 
+    def _call(
+        self, one: GpuNode, held: Sequence[Held | None], resident: frozenset[str]
+    ) -> tuple[Call, dict[int, DeviceValue]]:
+        """The validated call, and the pasts by output index whose storage it continues."""
+        values = [
+            h.value(on_host) if h is not None else None
+            for h, (_, on_host) in zip(held, one.inputs, strict=True)
+        ]
+        if not one.caches:
+            return one.spec.call(one.node, values, frozenset()), {}
+        given_away = self._add_rooms(one, held, values, resident)
+        call = one.spec.call(one.node, values, given_away)
+        places: dict[int, DeviceValue] = {}
+        for index, output in call.outputs.items():
+            if not output.in_place or output.alias is None:
+                continue
+            past = held[output.alias].on_device(self.gpu)  # type: ignore[union-attr]
+            if past.rows is None or past.rows.claim(past.shape[2], output.spec.shape[2]):
+                places[index] = past
+                continue
+            # Another thread has just continued the same value: compute beside it
+            for position in one.caches.values():
+                values[position] = Value(held[position].spec)  # type: ignore[index,union-attr]
+            return one.spec.call(one.node, values, frozenset()), {}
+        return call, places
+
+    def _add_rooms(
+        self,
+        one: GpuNode,
+        held: Sequence[Held | None],
+        values: list[Value | None],
+        resident: frozenset[str],
+    ) -> frozenset[int]:
+        """Tell the call of the room around its pasts; the presents that may overwrite them."""
+        given_away = set()
+        for present, position in one.caches.items():
+            past = held[position]
+            if past is None or len(past.spec.shape) != 4:
+                continue
+            place = past.device
+            if past.own and position in one.sole:
+                rows = place.rows if place is not None else None
+                if rows is None or (one.grows and not rows.shared):
+                    given_away.add(present)
+            stays = one.grows and one.node.outputs[present] in resident
+            if stays or (one.grows and place is not None and place.rows is not None):
+                room = place.room() if place is not None else Room(past.spec.shape[2])
+                limit = self._most_rows(past.spec) if stays else 0
+                values[position] = Value(past.spec, None, replace(room, limit=limit))
+        return frozenset(given_away)
+
+    def _most_rows(self, spec: TensorSpec) -> int:
+        """Rows of such a cache that one binding can hold."""
+        batch, heads, _, width = spec.shape
+        row = max(1, TensorSpec(spec.dtype, (batch, heads, width)).nbytes)
+        return self.gpu.caps.storage_binding // row
+
     def _operands(
-        self, node: Node, call: Call, held: Sequence[Held | None], env: Env
+        self,
+        node: Node,
+        call: Call,
+        held: Sequence[Held | None],
+        env: Env,
+        places: Mapping[int, DeviceValue],
     ) -> dict[str, DeviceBuffer]:
         gpu = self.gpu
         operands = {}
         for operand, index in call.inputs.items():
             one = held[index]
             if one is not None:
-                operands[operand] = one.buffer(gpu)
+                strided = operand in call.strided
+                operands[operand] = one.on_device(gpu).buffer if strided else one.buffer(gpu)  # type: ignore[assignment]
         for operand, array in call.arrays.items():
             operands[operand] = gpu.upload(array)
         for index, output in call.outputs.items():
-            buffer = gpu.allocate(output.spec.nbytes)
-            operands[output.operand] = buffer
+            value = _made(gpu, output, places.get(index))
+            operands[output.operand] = value.buffer  # type: ignore[assignment]
             if 0 <= index < len(node.outputs) and node.outputs[index]:
-                value = DeviceValue(gpu, buffer, output.spec)
                 env[node.outputs[index]] = Held.of_device(value)
         for index, array in call.host_outputs.items():
             if index < len(node.outputs) and node.outputs[index]:
@@ -242,3 +355,15 @@ class GpuStep:
             duration = float(time.monotonic_ns() - start)
         route = choice.route.name if choice.route else ""
         self.events.add(one.node, route, start, duration)  # type: ignore[union-attr]
+
+
+def _made(gpu: Gpu, output: Output, past: DeviceValue | None) -> DeviceValue:
+    """The value that a call writes: in the storage of `past`, or in its own."""
+    spec = output.spec
+    if past is not None:
+        return DeviceValue(gpu, past.buffer, spec, past.rows)
+    if output.capacity is None:
+        return DeviceValue(gpu, gpu.allocate(spec.nbytes), spec)
+    batch, heads, used, width = spec.shape
+    whole = TensorSpec(spec.dtype, (batch, heads, output.capacity, width))
+    return DeviceValue(gpu, gpu.allocate(whole.nbytes), spec, Rows(output.capacity, used, used))

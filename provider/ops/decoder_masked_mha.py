@@ -6,6 +6,7 @@ packed q, k, v in input 0, and cross nodes with past_present_share_buffer=1.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -123,6 +124,7 @@ class DecoderMaskedMultiHeadAttention(OpSpec):
     op_type = "DecoderMaskedMultiHeadAttention"
     host_inputs = frozenset({contract.PAST_LENGTH, contract.BEAM_WIDTH, contract.CACHE_INDIRECTION})
     weight_inputs = frozenset({contract.BIAS})
+    caches = MappingProxyType({1: contract.PAST_KEY, 2: contract.PAST_VALUE})
     routes = composed_routes()
 
     def __init__(self, qk_dtype: str = ""):
@@ -256,8 +258,8 @@ class _CallBuilder:
         outputs = {0: Output("output", TensorSpec(shapes.dtype, (shapes.batch, 1, hidden)))}
         if shapes.is_self:
             spec = TensorSpec(shapes.dtype, (shapes.batch, heads, shapes.rows, shapes.head_size))
-            outputs[1] = Output(PRESENT[0], spec, contract.PAST_KEY)
-            outputs[2] = Output(PRESENT[1], spec, contract.PAST_VALUE)
+            outputs[1] = Output(PRESENT[0], spec, contract.PAST_KEY, self.in_place)
+            outputs[2] = Output(PRESENT[1], spec, contract.PAST_VALUE, self.in_place)
         if self.node.has_output(3):
             spec = TensorSpec(self.qk_dtype, (shapes.batch, heads, 1, shapes.keys))
             outputs[3] = Output("qk", spec)

@@ -7,6 +7,7 @@ window caches combine freely.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from ort_webgpu.ops.spec import (
     OpSpec,
     Output,
     Rejected,
+    Room,
     TensorSpec,
     Value,
 )
@@ -122,7 +124,11 @@ class GroupQueryAttention(OpSpec):
         }
     )
     weight_inputs = frozenset({contract.COS, contract.SIN, contract.SINK, contract.BIAS})
+    caches = MappingProxyType({1: contract.PAST_KEY, 2: contract.PAST_VALUE})
     routes = composed_routes()
+
+    def cache_kind(self, node: Node) -> str:
+        return "window" if node.attributes.get("sliding_window_cache", 0) == 1 else "growing"
 
     def check_node(self, node: Node, input_dtypes: Sequence[str | None]) -> Accepted | Rejected:
         return contract.check_gqa_node(node, input_dtypes)
@@ -141,6 +147,9 @@ class _CallBuilder:
         self.shapes = Shapes.read(node, self.a, self.values)
         self.lengths = contract.read_lengths(node, self.a, self.shapes, self.values)
         self.in_place = in_place
+        self.room = self._shared_room()
+        self.source_rows = self.room.capacity if self.room else self.shapes.past_rows or 0
+        self.rows = self.lengths.rows  # rows between two heads of the present
         self.inputs = {"query": contract.QUERY}
         self.arrays: dict[str, np.ndarray] = {}
         self.rotary_size = self._rotary()
@@ -162,7 +171,38 @@ class _CallBuilder:
             problem = self._shared_kv(wants_present)
         else:
             problem = self._append(wants_present)
-        return Call(problem, self.inputs, self._outputs(wants_present), self.arrays)
+        strided = frozenset() if self.room is None else frozenset(PAST)
+        outputs = self._outputs(wants_present)
+        return Call(problem, self.inputs, outputs, self.arrays, strided=strided)
+
+    def _shared_room(self) -> Room | None:
+        """What both pasts allow; None where the session manages neither or rows move anyway."""
+        key, value = self.values[contract.PAST_KEY], self.values[contract.PAST_VALUE]
+        rooms = key.room if key else None, value.room if value else None
+        if None in rooms or rooms[0] != rooms[1] or self.a.sliding_window_cache:
+            return None
+        return rooms[0]
+
+    def _extends(self, rows: int) -> bool:
+        """Whether the present can be written to the past's own storage."""
+        room, lengths = self.room, self.lengths
+        if room is None:
+            return self.in_place
+        own = self.in_place or bool((lengths.past >= (self.shapes.past_rows or 0)).all())
+        filled = room.clean or bool((lengths.total >= rows).all()) or rows == self.shapes.past_rows
+        return own and filled and room.append and rows <= room.capacity
+
+    def _place(self, rows: int) -> None:
+        """Decide where a present of `rows` goes."""
+        room = self.room
+        if room is not None and room.fixed and rows > room.capacity:
+            raise InvalidInputError(
+                f"{self.node}: the cache has room for {room.capacity} rows and this call needs"
+                f" {rows}. Make it with a larger capacity=, or without one to let it grow"
+            )
+        self.in_place = self._extends(rows)
+        if room is not None:
+            self.rows = room.capacity if self.in_place else room.spacious(rows)
 
     # -- the three ways to a cache -------------------------------------------------------------
 
@@ -170,11 +210,13 @@ class _CallBuilder:
         """New rows behind the past, in the present."""
         shapes, lengths = self.shapes, self.lengths
         rows = lengths.rows
-        if self.in_place and shapes.past_rows != rows:
+        if self.room is None and self.in_place and shapes.past_rows != rows:
             raise InvalidInputError(
                 f"{self.node}: past and present are one buffer of {shapes.past_rows} rows, the"
                 f" present needs {rows}. Use a larger buffer"
             )
+        self._place(rows)
+        rows = self.rows
         k_row = np.arange(shapes.batch) * self.a.kv_num_heads * rows
         self.arrays["seq"] = sequences(
             shapes.batch,
@@ -191,7 +233,7 @@ class _CallBuilder:
         )
         before = None
         if not self.in_place and bool((lengths.new < rows).any()):
-            before = self._copy(PAST if lengths.past.any() else None, shapes.past_rows or 0, rows)
+            before = self._copy(PAST if lengths.past.any() else None, self.source_rows, rows)
         return GqaProblem(
             self._core(rows, int(lengths.total.max())),
             self._prepare(rows, PRESENT),
@@ -205,8 +247,10 @@ class _CallBuilder:
     def _shared_kv(self, wants_present: bool) -> GqaProblem:
         """No new rows: the past is attended as it is, and copied where a present is wanted."""
         shapes, lengths = self.shapes, self.lengths
-        past_rows = shapes.past_rows
-        assert past_rows is not None
+        assert shapes.past_rows is not None
+        past_rows = self.source_rows
+        if wants_present:
+            self._place(lengths.rows)
         self.inputs |= {"past_key": contract.PAST_KEY, "past_value": contract.PAST_VALUE}
         self.arrays["seq"] = sequences(
             shapes.batch,
@@ -224,7 +268,7 @@ class _CallBuilder:
             keys = PRESENT
             del self.inputs["past_key"], self.inputs["past_value"]
         elif wants_present:
-            before = self._copy(PAST, past_rows, lengths.rows)
+            before = self._copy(PAST, past_rows, self.rows)
         return GqaProblem(
             self._core(past_rows, int(lengths.total.max())),
             self._prepare(past_rows, keys),
@@ -438,8 +482,9 @@ class _CallBuilder:
             width = shapes.head_size // (2 if a.storage == "int4" else 1)
             spec = TensorSpec(dtype, (shapes.batch, a.kv_num_heads, self.lengths.rows, width))
             aliases = (contract.PAST_KEY, contract.PAST_VALUE) if past else (None, None)
-            outputs[1] = Output(PRESENT[0], spec, aliases[0])
-            outputs[2] = Output(PRESENT[1], spec, aliases[1])
+            rows = self.rows if self.rows != self.lengths.rows else None
+            outputs[1] = Output(PRESENT[0], spec, aliases[0], self.in_place, rows)
+            outputs[2] = Output(PRESENT[1], spec, aliases[1], self.in_place, rows)
         if a.qk_output:
             shape = (shapes.batch, a.num_heads, shapes.q_len, self.lengths.scalar)
             outputs[3] = Output("output_qk", TensorSpec(shapes.dtype, shape))

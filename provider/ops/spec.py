@@ -3,9 +3,11 @@
 None of it touches a device: a Route is tested with a made-up `Caps`.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ __all__ = [
     "OpSpec",
     "Output",
     "Rejected",
+    "Room",
     "Route",
     "TensorSpec",
     "Value",
@@ -63,7 +66,7 @@ class TensorSpec:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -72,11 +75,35 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Room:
+    """The memory a cache (batch, heads, rows, width) lies in, and what its owner allows.
+
+    `capacity` rows lie between two heads. `append`: nothing but the value's own rows is in use, so
+    rows behind them may be written. `clean`: those rows are zero. `fixed`: a present must lie in
+    `capacity` rows. `limit`: the most rows that a new present should be given, 0 for no spare rows.
+    """
+
+    capacity: int
+    append: bool = False
+    clean: bool = False
+    fixed: bool = False
+    limit: int = 0
+
+    def spacious(self, rows: int) -> int:
+        """Rows for a new present of `rows`: what is fixed, or room to double, up to the limit."""
+        if self.fixed:
+            return self.capacity
+        return max(rows, min(self.limit, max(64, 1 << rows.bit_length()))) if self.limit else rows
+
+
+@dataclass(frozen=True)
 class Value:
-    """One input of a call: its spec, and its data where the operator reads it on the host."""
+    """One input of a call: its spec, its data where the operator reads it on the host, and the
+    room around it where it is a cache that the session manages."""
 
     spec: TensorSpec
     host: np.ndarray | None = None
+    room: Room | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,12 +119,15 @@ class Output:
     """One output that a call writes: the operand name its launches use, and its spec.
 
     `alias` is the index of the input whose storage the output continues when caller or session
-    binds both to one value (a KV cache updated in place), else None.
+    binds both to one value (a KV cache updated in place), else None. `in_place`: the launches write
+    to that storage. `capacity`: rows between two heads, where they are more than the spec's.
     """
 
     operand: str
     spec: TensorSpec
     alias: int | None = None
+    in_place: bool = False
+    capacity: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +138,8 @@ class Call:
     arrays (uploaded at each call). `outputs` maps node output indexes to what is written there;
     an Output under a negative index is written by the kernels but wanted by nobody. `host_outputs`
     are outputs that the contract made on the host, where they stay: later host inputs and the
-    caller get them without a transfer.
+    caller get them without a transfer. Operands in `strided` are read with the capacity of their
+    `room`; all others must be dense.
     """
 
     problem: Any
@@ -116,6 +147,7 @@ class Call:
     outputs: dict[int, Output]
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     host_outputs: dict[int, np.ndarray] = field(default_factory=dict)
+    strided: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -156,13 +188,15 @@ class OpSpec(ABC):
     """An operator's contract.
 
     `host_inputs` are the indexes whose data `call` reads on the host (lengths, positions, scales);
-    `weight_inputs` those that are uploaded once when they are initializers.
+    `weight_inputs` those that are uploaded once when they are initializers. `caches` maps the index
+    of each present to that of its past.
     """
 
     domain: str = "com.microsoft"
     op_type: str
     host_inputs: frozenset[int] = frozenset()
     weight_inputs: frozenset[int] = frozenset()
+    caches: Mapping[int, int] = MappingProxyType({})
     routes: tuple[Route, ...] = ()
 
     @abstractmethod
@@ -172,6 +206,11 @@ class OpSpec(ABC):
         `input_dtypes` has a numpy dtype name for each input, None where absent or unknown.
         Raises InvalidModelError only for what ORT itself refuses at session creation.
         """
+
+    def cache_kind(self, node: Node) -> str:
+        """How the node's caches go on: "growing" by new rows, "window" (rows drop out, so it can't
+        go back), or "static" (of fixed size, with the number of valid rows fed beside them)."""
+        return "static"
 
     def typed(self, output_dtypes: Sequence[str | None]) -> "OpSpec":
         """The contract of a node with such output types, where its inputs do not tell them.
@@ -185,5 +224,6 @@ class OpSpec(ABC):
         """Validate one call. `values` has an entry for each node input, None where absent.
 
         `in_place` are the node output indexes that the caller bound to the same value as the
-        input they alias. Raises InvalidInputError with the node's name.
+        input they alias, or whose past it gives away. Raises InvalidInputError with the node's
+        name.
         """
