@@ -5,7 +5,6 @@ at random, recomputed by numpy in float64), then timed: the median of `REPEATS` 
 each around one pass over enough data sets to outgrow the device's cache.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
@@ -21,6 +20,7 @@ from ort_webgpu.wgsl.kernel import Program
 __all__ = ["GqaWork", "Timing", "time_work"]
 
 REPEATS = 7
+LEAD = 50e6  # nanoseconds of unmeasured work before each measurement
 CACHE_BYTES = 128 << 20  # data sets of a timing together exceed this
 
 
@@ -210,9 +210,8 @@ def _time_route(
     prepared = [{**s, "q": prepared[0]["q"]} for s in sets]
     attention = Program(own, tuple(x for x in program.scratch if x[0] != "q"))
     passes = max(1, 8 // len(sets))
-    _wake(gpu, [(program, s) for s in sets])
-    node_times = gpu.time([(program, s) for s in sets] * passes, REPEATS + 2)[2:]
-    own_times = gpu.time([(attention, s) for s in prepared] * passes, REPEATS + 2)[2:]
+    node_times = _times(gpu, [(program, s) for s in sets] * passes)
+    own_times = _times(gpu, [(attention, s) for s in prepared] * passes)
     count = len(sets) * passes * 1e9
     return Timing(
         work,
@@ -225,11 +224,10 @@ def _time_route(
     )
 
 
-def _wake(gpu: Gpu, programs: list[tuple[Program, dict[str, DeviceBuffer]]]) -> None:
-    """Keep the device busy for a third of a second: an idle one runs at a low clock."""
-    start, busy = time.perf_counter(), 0.0
-    while busy < 0.3 and time.perf_counter() - start < 3:
-        busy += sum(gpu.time(programs, 3)) / 1e9
+def _times(gpu: Gpu, programs: list[tuple[Program, dict[str, DeviceBuffer]]]) -> list[float]:
+    """Nanoseconds of `programs`, REPEATS times, each after 50 ms of the same: an idle device is slow."""
+    once = min(gpu.time(programs, 3))
+    return gpu.time(programs, REPEATS, lead=min(500, 1 + int(LEAD / once)))
 
 
 def _error(

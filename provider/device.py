@@ -246,24 +246,12 @@ class Gpu:
     def run(self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]) -> None:
         """Record all launches in order and submit them once; returns before they have run."""
         with self._guarded("run"):
-            recorded = [
-                self._prepare(launch, operands)
-                for program, given in programs
-                for operands in [self._with_scratch(program, given)]
-                for launch in program.launches
-                if launch.workgroups
-            ]
+            recorded = self._prepared(programs)
             if not recorded:
                 return
-            self._write_uniforms([uniforms for _, uniforms, _, _ in recorded])
             encoder = self._device.create_command_encoder()
             compute = encoder.begin_compute_pass()
-            offset = 0
-            for pipeline, uniforms, buffers, grid in recorded:
-                compute.set_pipeline(pipeline.raw)
-                compute.set_bind_group(0, self._bind_group(pipeline, offset, buffers))
-                compute.dispatch_workgroups(*grid)
-                offset += _slots(uniforms.nbytes)
+            self._record(compute, recorded)
             compute.end()
             self._queue.submit([encoder.finish()])
         self.counters.submits += 1
@@ -273,12 +261,18 @@ class Gpu:
         self,
         programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]],
         repeats: int = 1,
+        lead: int = 0,
     ) -> list[float]:
-        """Nanoseconds of device time of `programs`, by a pair of timestamps, `repeats` times."""
+        """Nanoseconds of device time of `programs`, by a pair of timestamps, `repeats` times.
+
+        Each time they run `lead` times unmeasured in the same submit, so that the device has
+        reached its clock.
+        """
         if not self.caps.timestamps:
             raise DeviceError(f"adapter {self.info.name!r} has no timestamp queries")
         with self._guarded("time"):
-            return [self._time_once(programs) for _ in range(repeats)]
+            recorded = self._prepared(programs)
+            return [self._time_once(recorded, lead) for _ in range(repeats)]
 
     def _measured_subgroups(self) -> Caps:
         """Caps with the subgroup sizes that kernels meet; adapters report 4 to 128 for anything.
@@ -307,18 +301,15 @@ class Gpu:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _time_once(self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]) -> float:
-        recorded = [
-            self._prepare(launch, operands)
-            for program, given in programs
-            for operands in [self._with_scratch(program, given)]
-            for launch in program.launches
-            if launch.workgroups
-        ]
-        self._write_uniforms([uniforms for _, uniforms, _, _ in recorded])
+    def _time_once(self, recorded: list[tuple], lead: int) -> float:
         queries = self._device.create_query_set(type="timestamp", count=2)
         resolved = self._raw_buffer(256, "QUERY_RESOLVE | COPY_SRC")
         encoder = self._device.create_command_encoder()
+        if lead:
+            compute = encoder.begin_compute_pass()
+            for _ in range(lead):
+                self._record(compute, recorded)
+            compute.end()
         compute = encoder.begin_compute_pass(
             timestamp_writes={
                 "query_set": queries,
@@ -326,12 +317,7 @@ class Gpu:
                 "end_of_pass_write_index": 1,
             }
         )
-        offset = 0
-        for pipeline, uniforms, buffers, grid in recorded:
-            compute.set_pipeline(pipeline.raw)
-            compute.set_bind_group(0, self._bind_group(pipeline, offset, buffers))
-            compute.dispatch_workgroups(*grid)
-            offset += _slots(uniforms.nbytes)
+        self._record(compute, recorded)
         compute.end()
         encoder.resolve_query_set(queries, 0, 2, resolved, 0)
         staging = self._staging_buffer(256)
@@ -341,6 +327,29 @@ class Gpu:
         start, end = np.frombuffer(staging.read_mapped(0, 16), np.uint64)
         staging.unmap()
         return float(int(end) - int(start))
+
+    def _prepared(
+        self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]
+    ) -> list[tuple]:
+        """Pipeline, uniform block, buffers and grid of each launch; the blocks are on the device."""
+        prepared = [
+            self._prepare(launch, operands)
+            for program, given in programs
+            for operands in [self._with_scratch(program, given)]
+            for launch in program.launches
+            if launch.workgroups
+        ]
+        if prepared:
+            self._write_uniforms([uniforms for _, uniforms, _, _ in prepared])
+        return prepared
+
+    def _record(self, compute: Any, prepared: list[tuple]) -> None:
+        offset = 0
+        for pipeline, uniforms, buffers, grid in prepared:
+            compute.set_pipeline(pipeline.raw)
+            compute.set_bind_group(0, self._bind_group(pipeline, offset, buffers))
+            compute.dispatch_workgroups(*grid)
+            offset += _slots(uniforms.nbytes)
 
     def _guarded(self, doing: str) -> "_Guard":
         return _Guard(self, doing)
