@@ -20,7 +20,7 @@ from ort_webgpu.wgsl.kernel import Program
 __all__ = ["GqaWork", "Timing", "time_work"]
 
 REPEATS = 7
-LEAD = 50e6  # nanoseconds of unmeasured work before each measurement
+LEAD = 15e6  # nanoseconds of unmeasured work before each measurement
 CACHE_BYTES = 128 << 20  # data sets of a timing together exceed this
 
 
@@ -225,9 +225,9 @@ def _time_route(
 
 
 def _times(gpu: Gpu, programs: list[tuple[Program, dict[str, DeviceBuffer]]]) -> list[float]:
-    """Nanoseconds of `programs`, REPEATS times, each after 50 ms of the same: an idle device is slow."""
+    """Nanoseconds of `programs`, REPEATS times, each after LEAD of the same: an idle device is slow."""
     once = min(gpu.time(programs, 3))
-    return gpu.time(programs, REPEATS, lead=min(500, 1 + int(LEAD / once)))
+    return gpu.time(programs, REPEATS, lead=min(100, 1 + int(LEAD / once)))
 
 
 def _error(
