@@ -305,7 +305,8 @@ class GpuStep:
                     given_away.add(present)
             stays = one.grows and one.node.outputs[present] in resident
             if stays or (one.grows and place is not None and place.rows is not None):
-                room = place.room() if place is not None else Room(past.spec.shape[2])
+                uploaded = Room(past.spec.shape[2], append=past.own, clean=True)
+                room = place.room() if place is not None else uploaded
                 limit = self._most_rows(past.spec) if stays else 0
                 values[position] = Value(past.spec, None, replace(room, limit=limit))
         return frozenset(given_away)

@@ -1,4 +1,4 @@
-"""new_cache: a decode loop in one call, reordered, truncated, forked, shared by threads, misused."""
+"""new_cache: a decode loop in one call; beams, truncation, forks, threads, misuse."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Values that stay on the device between runs: fed, returned, grown in place, never shared silently."""
+"""Values that stay on the device: fed, returned, grown in place, never silently shared."""
 
 import numpy as np
 import onnx
