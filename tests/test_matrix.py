@@ -1,15 +1,11 @@
 """The materialized routes: what Tint says of their native text, tiles, scratch, who picks them."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from running import POISON, call_of, node_of, run_route, spec_of
+from tint import tint
 
 from ort_webgpu import WebGPUSession
 from ort_webgpu.conformance.cases import corpus
@@ -52,41 +48,6 @@ def native_kernels(op_type: str = "GroupQueryAttention") -> dict[Kernel, str]:
                     for launch in route.program(problem, caps).launches:
                         kernels[launch.kernel] = case.name
     return {k: name for k, name in kernels.items() if "matrix" in k.template}
-
-
-TINT = """
-import json, sys
-import wgpudawn
-from wgpudawn.backends.dawn import extras
-extras.set_instance_extras(enable_toggles=["allow_unsafe_apis"])
-adapter = wgpudawn.gpu.request_adapter_sync()
-features = ["subgroups", "shader-f16", "chromium-experimental-subgroup-matrix"]
-device = adapter.request_device_sync(required_features=features)
-errors = []
-for text in json.load(sys.stdin):
-    try:
-        device.create_shader_module(code=text)
-        errors.append("")
-    except Exception as error:
-        errors.append(str(error))
-print("ERRORS" + json.dumps(errors))
-"""
-
-
-def tint(texts: list[str]) -> list[str]:
-    """What Tint says of each text, "" where it takes it; Dawn's Null backend has all features."""
-    if find_spec("wgpudawn") is None:
-        pytest.skip("wgpudawn is not installed: pip install 'ort-webgpu[dawn]'")
-    done = subprocess.run(
-        [sys.executable, "-c", TINT],
-        input=json.dumps(texts),
-        env={**os.environ, "WGPU_BACKEND_TYPE": "Null"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "ERRORS" in done.stdout, done.stderr
-    return json.loads(done.stdout.rpartition("ERRORS")[2])
 
 
 def test_tint_takes_every_native_kernel():
