@@ -196,6 +196,14 @@ def _masks() -> Iterator[Case]:
         head_sink=np.array([2, -1, 0.5, 8], np.float32),
     )
     yield gqa(
+        "gqa-f32-sink-far",
+        "seeded bug: exponentials taken from the lesser of maximum and sink overflow",
+        new=2,
+        past=8,
+        features=("chunk", "sink"),
+        head_sink=np.array([120, -120, 95, -95], np.float32),
+    )
+    yield gqa(
         "gqa-f32-smooth-chunk",
         "public case N5",
         new=2,
