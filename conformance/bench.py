@@ -1,8 +1,8 @@
-"""Times operators on a device: kernel time by timestamps, checked against float64 before it counts.
+"""Times operators on a device: kernel time by timestamps, checked against float64 first.
 
-A Work is one call of one operator. Every route that takes it is checked on fresh random data (rows drawn
-at random, recomputed by numpy in float64), then timed: the median of `REPEATS` pairs of timestamps,
-each around one pass over enough data sets to outgrow the device's cache.
+A Work is one call of one operator. Every route that takes it is checked on fresh random data (rows
+drawn at random, recomputed by numpy in float64), then timed: the median of `REPEATS` pairs of
+timestamps, each around one pass over enough data sets to outgrow the device's cache.
 """
 
 from collections.abc import Iterator
@@ -225,7 +225,7 @@ def _time_route(
 
 
 def _times(gpu: Gpu, programs: list[tuple[Program, dict[str, DeviceBuffer]]]) -> list[float]:
-    """Nanoseconds of `programs`, REPEATS times, each after LEAD of the same: an idle device is slow."""
+    """Nanoseconds of `programs`, REPEATS times, after LEAD of the same: idle devices are slow."""
     once = min(gpu.time(programs, 3))
     return gpu.time(programs, REPEATS, lead=min(100, 1 + int(LEAD / once)))
 

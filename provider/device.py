@@ -1,10 +1,11 @@
 """Gpu: one device, its buffers, pipelines and queue. The only file that imports wgpu or wgpudawn.
 
 wgpu-native can end the process on a zero-sized binding, a destroyed buffer or an invalid submit, so
-nothing reaches it unchecked: buffers are never empty, live as long as a DeviceBuffer refers to them,
-and a Program is checked against its kernels and the limits before it is recorded.
+nothing reaches it unchecked: buffers are never empty, live as long as a DeviceBuffer refers to
+them, and a Program is checked against its kernels and the limits before it is recorded.
 """
 
+import contextlib
 import importlib
 import os
 import threading
@@ -277,8 +278,8 @@ class Gpu:
     def _measured_subgroups(self) -> Caps:
         """Caps with the subgroup sizes that kernels meet; adapters report 4 to 128 for anything.
 
-        Kernels take lane i of a workgroup to be lane i % size of its subgroup; a device that numbers
-        them otherwise is treated as one without subgroups.
+        Kernels take lane i of a workgroup to be lane i % size of its subgroup; a device that
+        numbers them otherwise is treated as one without subgroups.
         """
         sizes = set()
         for lanes in (64, min(256, self.caps.workgroup_invocations)):
@@ -331,7 +332,7 @@ class Gpu:
     def _prepared(
         self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]
     ) -> list[tuple]:
-        """Pipeline, uniform block, buffers and grid of each launch; the blocks are on the device."""
+        """Pipeline, uniform block, buffers and grid of each launch; the blocks are uploaded."""
         prepared = [
             self._prepare(launch, operands)
             for program, given in programs
@@ -430,7 +431,8 @@ class Gpu:
         self._queue.write_buffer(self._uniforms, 0, arena)
 
     def _bind_group(self, pipeline: _Pipeline, offset: int, buffers: list[DeviceBuffer]) -> Any:
-        key = (id(pipeline), offset, *(part for b in buffers for part in (id(b.raw), b.binding_size)))
+        bound = (part for b in buffers for part in (id(b.raw), b.binding_size))
+        key = (id(pipeline), offset, *bound)
         group = self._bind_groups.get(key)
         if group is not None:
             return group
@@ -549,12 +551,11 @@ def _package(backend: str) -> Any | None:
     if backend == "dawn":
         extras = importlib.import_module("wgpudawn.backends.dawn.extras")
         toggles = ["allow_unsafe_apis", "vulkan_enable_f16_on_nvidia"]
-        try:
+        # where the process has made Dawn's instance before, it keeps the toggles it was given
+        with contextlib.suppress(RuntimeError):
             extras.set_instance_extras(
                 enable_toggles=toggles, disable_toggles=["timestamp_quantization"]
             )
-        except RuntimeError:
-            pass  # the process made Dawn's instance before: it keeps the toggles it was given
     return package
 
 
@@ -597,8 +598,8 @@ def _backends(backend: str) -> tuple[str, ...]:
 def open_gpu(adapter: str | int = "auto", backend: str = "auto") -> Gpu | None:
     """The device for `adapter`, one per process and adapter; None for "none" or if "auto" has none.
 
-    `adapter`: "auto" (a hardware GPU, else a software one), "hardware", "software", "none", an index
-    of `adapters(backend)`, or part of an adapter's name, in any case. The environment variable
+    `adapter`: "auto" (a hardware GPU, else a software one), "hardware", "software", "none", an
+    index of `adapters(backend)`, or part of an adapter's name, in any case. The environment variable
     ORT_WEBGPU_ADAPTER stands in for "auto". Raises NoAdapterError where one was asked for.
     """
     if adapter == "auto":

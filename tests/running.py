@@ -1,4 +1,4 @@
-"""Runs one conformance case on a device, below the session: one route, poisoned memory, guard rows."""
+"""Runs one conformance case on a device, below the session: one route, poisoned memory, guards."""
 
 from collections.abc import Iterator
 
@@ -23,9 +23,7 @@ def node_of(case: Case | RejectCase) -> Node:
 
 def values_of(case: Case | RejectCase) -> list[Value | None]:
     """Its inputs, as a session would hand them to the operator."""
-    return [
-        None if a is None else Value(TensorSpec(a.dtype.name, a.shape), a) for a in case.inputs
-    ]
+    return [None if a is None else Value(TensorSpec(a.dtype.name, a.shape), a) for a in case.inputs]
 
 
 def spec_of(case: Case | RejectCase) -> OpSpec:

@@ -3,10 +3,34 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Binding", "Constant", "Kernel", "Launch", "Program"]
+__all__ = [
+    "STORAGE",
+    "WIDE",
+    "Binding",
+    "Constant",
+    "Kernel",
+    "Launch",
+    "Program",
+    "scalar_element",
+]
 
 Constant = bool | int | float | str
 Access = Literal["read", "read_write"]
+
+#: WGSL element of a buffer of each storage dtype, for four tensor elements ("int4": eight).
+STORAGE = {
+    "float32": "vec4<f32>",
+    "float16": "vec2<u32>",
+    "int8": "u32",
+    "int4": "u32",
+}
+#: WGSL element of a buffer that is read in units of eight tensor elements (wide.wgsl.j2).
+WIDE = {"float32": "vec4<f32>", "float16": "vec4<u32>", "int8": "vec2<u32>", "int4": "u32"}
+
+
+def scalar_element(dtype: str) -> str:
+    """The WGSL element of a buffer that is read one tensor element at a time."""
+    return "f32" if dtype == "float32" else "u32"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Every template gets, besides the kernel's constants:
 - `main`: the signature of the entry point and its first lines, after which `wg` is the index of the
   workgroup (0 <= wg < u.workgroups, unfolded from three dimensions) and `lane` the local index.
   With subgroups, `sg_lane` is the lane within the subgroup and `sg_size` its size;
-- the functions of STORAGE below, which declare loads and stores of four elements at a time.
+- `load4`, `store4`, `load1`: declarations of loads and stores of a buffer (kernel.STORAGE).
 
 Tensors are read and written in groups of four elements, as float32 in registers whatever their
 storage is, so no kernel but the matrix ones needs the f16 feature.
@@ -17,18 +17,7 @@ import jinja2
 
 from ort_webgpu.wgsl.kernel import Kernel
 
-__all__ = ["STORAGE", "WIDE", "render", "uniform_layout"]
-
-#: WGSL element type of a buffer of each storage dtype, holding four tensor elements ("int4": eight).
-STORAGE = {
-    "float32": "vec4<f32>",
-    "float16": "vec2<u32>",
-    "int8": "u32",
-    "int4": "u32",
-}
-
-#: WGSL element type of a buffer that is read in units of eight tensor elements (wide.wgsl.j2).
-WIDE = {"float32": "vec4<f32>", "float16": "vec4<u32>", "int8": "vec2<u32>", "int4": "u32"}
+__all__ = ["render", "uniform_layout"]
 
 _LOAD = {
     "float32": "return {name}[i];",
@@ -44,8 +33,8 @@ _STORE = {
     "float16": "{name}[i] = vec2<u32>(half2(v.xy), half2(v.zw));",
 }
 
-# pack2x16float leaves the rounding mode and values beyond 65504 to the implementation. ORT rounds to
-# the nearest even and overflows to infinity, so the conversion is done on the bits.
+# pack2x16float leaves the rounding mode and values beyond 65504 to the implementation. ORT rounds
+# to the nearest even and overflows to infinity, so the conversion is done on the bits.
 _HALF2 = """
 fn half1(x: f32) -> u32 {
   let b = bitcast<u32>(x);
@@ -83,16 +72,11 @@ def store4(name: str, dtype: str) -> str:
 
 
 def load1(name: str, dtype: str) -> str:
-    """Declare `name_at(i)`: element i of buffer `name` as f32; the binding is array<f32> or <u32>."""
+    """Declare `name_at(i)`: element i of buffer `name` (kernel.scalar_element) as f32."""
     body = f"return {name}[i];"
     if dtype == "float16":
         body = f"let w = unpack2x16float({name}[i >> 1u]); return select(w.x, w.y, (i & 1u) == 1u);"
     return f"fn {name}_at(i: u32) -> f32 {{ {body} }}"
-
-
-def scalar_element(dtype: str) -> str:
-    """The WGSL element type of a buffer that `load1` reads."""
-    return "f32" if dtype == "float32" else "u32"
 
 
 def uniform_layout(kernel: Kernel) -> tuple[tuple[str, str], ...]:

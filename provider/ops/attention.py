@@ -20,8 +20,8 @@ from ort_webgpu.ops.attention_core import (
     too_many_buffers,
     uniforms,
 )
-from ort_webgpu.ops.attention_matrix import Materialized
 from ort_webgpu.ops.attention_flash_matrix import FlashMatrix
+from ort_webgpu.ops.attention_matrix import Materialized
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected
 from ort_webgpu.wgsl.kernel import Binding, Constant
 
@@ -76,7 +76,7 @@ class FlashTile:
     kpt: int
 
     def workgroup_memory(self, p: AttentionProblem, subgroups: bool) -> int:
-        """Bytes of workgroup memory: the key and value tile, weights, and maxima without subgroups."""
+        """Bytes: the key and value tile, weights, and without subgroups the maxima."""
         tile = (self.cl * self.kpt * (max(p.h4, p.v4) + 1) + self.cl) * 16
         cells = self.rl * self.rpt * (self.cl + 1)
         return tile + cells * 4 * self.kpt + (0 if subgroups else cells * 4)

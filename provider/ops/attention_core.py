@@ -22,8 +22,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected, Route
-from ort_webgpu.wgsl.kernel import Binding, Constant, Kernel, Launch, Program
-from ort_webgpu.wgsl.render import STORAGE, WIDE, scalar_element
+from ort_webgpu.wgsl.kernel import (
+    STORAGE,
+    WIDE,
+    Binding,
+    Constant,
+    Kernel,
+    Launch,
+    Program,
+    scalar_element,
+)
 
 __all__ = [
     "SEQ_FIELDS",
@@ -148,8 +156,8 @@ class Composed(Protocol):
 class CoreRoute:
     """A way to compute the core attention.
 
-    `half_queries`: it reads `q` as float16 without the score scale (problem.scale), in a buffer with
-    room for a tile of 128 query rows more; only for problems that say half_queries too.
+    `half_queries`: it reads `q` as float16 without the score scale (problem.scale), in a buffer
+    with room for a tile of 128 query rows more; only for problems that say half_queries too.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """GroupQueryAttention's contract: attributes and shapes of one call, checked as ORT checks them.
 
-Source: contract ort-semantics.md sections 1.1, 2 and 6 (onnxruntime 1.32, CPU EP). Where ORT crashes,
-reads out of bounds or gives values that change from run to run, the call is refused.
+Source: contract ort-semantics.md sections 1.1, 2 and 6 (onnxruntime 1.32, CPU EP). Where ORT
+crashes, reads out of bounds or gives values that change from run to run, the call is refused.
 """
 
 import math
@@ -186,9 +186,7 @@ def _check_wiring(node: Node, a: Attributes) -> None:
         if not node.has_input(index):
             raise InvalidModelError(f"{node}: required input {INPUTS[index]} is missing")
     if node.has_output(1) != node.has_output(2):
-        raise InvalidModelError(
-            f"{node}: present_key and present_value must be requested together"
-        )
+        raise InvalidModelError(f"{node}: present_key and present_value must be requested together")
     if (a.qk_output != 0) != node.has_output(3):
         raise InvalidModelError(
             f"{node}: qk_output={a.qk_output} and output output_qk"
@@ -315,8 +313,8 @@ class Shapes:
 class Lengths:
     """Where each batch entry stands. All arrays are int64 [batch].
 
-    `total` keys in all, `past` of them before this call, `new` valid query rows; `first_prompt` says
-    that the past is ignored; `scalar` is total_sequence_length; `rows` the presents' axis 2.
+    `total` keys in all, `past` of them before this call, `new` valid query rows; `first_prompt`
+    says that the past is ignored; `scalar` is total_sequence_length; `rows` the presents' axis 2.
     """
 
     total: np.ndarray

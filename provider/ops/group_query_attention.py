@@ -1,7 +1,7 @@
 """com.microsoft.GroupQueryAttention, version 1.
 
-Semantics: contract ort-semantics.md section 2, as ORT's CPU EP 1.32 has them; beyond it: chunks with
-batch > 1, Q/K RMS norm. Bidirectional (causal=0), softcap, window, bias, sink, quantized and
+Semantics: contract ort-semantics.md section 2, as ORT's CPU EP 1.32 has them; beyond it: chunks
+with batch > 1, Q/K RMS norm. Bidirectional (causal=0), softcap, window, bias, sink, quantized and
 window caches combine freely.
 """
 
@@ -49,7 +49,7 @@ class GqaProblem:
     """One call: how the cache is built, then the core attention over `keys`.
 
     `before` fills the attended cache from the past, `after` the present from a work cache (window
-    caches whose step evicts rows that its own queries still see). `work_bytes` is that cache's size.
+    caches whose step evicts rows that its own queries still see), of `work_bytes`.
     """
 
     core: AttentionProblem
@@ -557,7 +557,8 @@ class _CallBuilder:
             self._refuse(
                 contract.COS,
                 f"{shapes.dtype} (at least {self.lengths.scalar}, a multiple of 8 up to"
-                f" {size // 2}) like sin_cache, and a head size that is a multiple of 16, not {size}",
+                f" {size // 2}) like sin_cache, and a head size that is a multiple of 16,"
+                f" not {size}",
             )
         rows = cos.shape[0]
         if int(self.lengths.total.max()) > rows:
@@ -639,4 +640,3 @@ def _set(table: np.ndarray, **fields: np.ndarray | int) -> None:
     """Overwrite fields of a `seq` table."""
     for name, value in fields.items():
         table[:, SEQ_FIELDS.index(name)] = value
-

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from ort_webgpu.ops.attention import Parts
 from ort_webgpu.ops.prepare import bytes_per_row
 from ort_webgpu.ops.spec import Caps
-from ort_webgpu.wgsl.kernel import Binding, Constant, Kernel, Launch
-from ort_webgpu.wgsl.render import STORAGE, scalar_element
+from ort_webgpu.wgsl.kernel import STORAGE, Binding, Constant, Kernel, Launch, scalar_element
 
 __all__ = ["KEYS", "GemmTile", "PackedRows", "Projection", "Split"]
 

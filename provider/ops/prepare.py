@@ -1,20 +1,19 @@
-"""The prologue that GroupQueryAttention and DecoderMaskedMultiHeadAttention share: q, k, v to operands.
+"""The prologue that GroupQueryAttention and DecoderMaskedMultiHeadAttention share.
 
-`prepare` (split, bias, norm, rotary, scale, quantize, append) and `cache_copy` (past to present).
+q, k and v become operands: `prepare` (split, bias, norm, rotary, scale, quantize, append) and `cache_copy` (past to present).
 """
 
 from dataclasses import dataclass, replace
 
 from ort_webgpu.ops.attention import Parts
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected
-from ort_webgpu.wgsl.kernel import Binding, Kernel, Launch
-from ort_webgpu.wgsl.render import STORAGE
+from ort_webgpu.wgsl.kernel import STORAGE, Binding, Kernel, Launch
 
 __all__ = ["CacheCopy", "Prepare", "bytes_per_row"]
 
 
 def bytes_per_row(storage: str, head_size: int) -> int:
-    """Bytes of one cache row of `head_size` elements; storage is a key of render.STORAGE."""
+    """Bytes of one cache row of `head_size` elements; storage is a key of kernel.STORAGE."""
     return {"float32": 4 * head_size, "float16": 2 * head_size, "int8": head_size}.get(
         storage, head_size // 2
     )
