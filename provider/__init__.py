@@ -15,6 +15,12 @@ from ort_webgpu.errors import (
     OrtWebGpuError,
 )
 from ort_webgpu.explain import Explanation, Row
+from ort_webgpu.patch import (
+    PlainSession,
+    patch_onnxruntime,
+    plain_onnxruntime,
+    unpatch_onnxruntime,
+)
 from ort_webgpu.session import WebGPUSession
 from ort_webgpu.trace import NodeCall
 from ort_webgpu.values import DeviceValue
@@ -33,8 +39,12 @@ __all__ = [
     "NodeCall",
     "NotOffloadedError",
     "OrtWebGpuError",
+    "PlainSession",
     "Row",
     "WebGPUSession",
     "__version__",
     "devices",
+    "patch_onnxruntime",
+    "plain_onnxruntime",
+    "unpatch_onnxruntime",
 ]

@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx
@@ -77,7 +78,9 @@ class WebGPUSession(onnxruntime.InferenceSession):
         routes: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._wishes = Wishes(adapter, backend, offload, fallback, dict(routes or {}))
+        wishes = Wishes(adapter, backend, offload, fallback, dict(routes or {}))
+        # Who constructs a session through patch_onnxruntime cannot pass ours
+        self._wishes = replace(wishes, **self.__dict__.pop("_patch_options", {}))
         self._wishes.check()
         self._offload_enabled = True
         self._built = Built()
@@ -306,7 +309,8 @@ class WebGPUSession(onnxruntime.InferenceSession):
         if not isinstance(iobinding, PlanBinding):
             raise NotImplementedError(
                 "this session runs parts of the model on WebGPU and cannot read back what"
-                " onnxruntime.IOBinding(session) has bound; use session.io_binding()"
+                " onnxruntime.IOBinding(session) has bound; use session.io_binding(), or call"
+                " ort_webgpu.patch_onnxruntime() first"
             )
         iobinding.run(self, run_options)
 
@@ -364,6 +368,7 @@ class WebGPUSession(onnxruntime.InferenceSession):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         wishes: Wishes = state["wishes"]
+        self.__dict__.pop("_patch_options", None)
         WebGPUSession.__init__(
             self,
             state["model"],
