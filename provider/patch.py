@@ -174,16 +174,20 @@ def _twin(cls: type) -> type:
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
-            "__reduce_ex__": lambda self, protocol: (_rebuilt, (cls,), self.__getstate__()),
+            "__reduce_ex__": lambda self, protocol: (
+                _rebuilt,
+                (cls, dict(vars(self._wishes))),
+                self.__getstate__(),
+            ),
         }
         twin = _twins.setdefault(cls, type(cls.__name__, (cls, WebGPUSession), body))
     return twin
 
 
-def _rebuilt(cls: type) -> Any:
-    """An instance for unpickling to fill."""
+def _rebuilt(cls: type, wishes: dict[str, Any]) -> Any:
+    """An instance for unpickling to fill; `cls.__setstate__` may call `__init__` or ours."""
     made = object.__new__(_twin(cls))
-    made._patch_options = _state[-1] if _state else {}
+    made._patch_options = wishes
     return made
 
 

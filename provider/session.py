@@ -63,6 +63,7 @@ class WebGPUSession(onnxruntime.InferenceSession):
     _providers: list[str]
     _provider_options: dict[str, dict[str, str]]
     _plan: Plan | None
+    _patch_options: dict[str, Any]
 
     def __init__(
         self,
@@ -386,6 +387,7 @@ class WebGPUSession(onnxruntime.InferenceSession):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WebGPUSession":
         copied = self.__class__.__new__(self.__class__)
+        copied._patch_options = dict(vars(self._wishes))  # a subclass may only call __init__
         copied.__setstate__(self.__getstate__())
         return copied
 

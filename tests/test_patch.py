@@ -1,4 +1,4 @@
-"""patch_onnxruntime: every way to import InferenceSession, subclasses, copies, children, and back."""
+"""patch_onnxruntime: every import style, subclasses, copies, children, and back again."""
 
 import copy
 import importlib.util
