@@ -91,6 +91,11 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "if (i32(s0) >= valid) { return vec2<u32>(0u, 0u); }",
     ): "such rows see no key, so their tile is only computed for nothing",
     (
+        "attention_flash",
+        "greater for greater or equal",
+        "if (i32(first / {{ GROUP }}u) >= seq_at(b, 1u)) { return; }",
+    ): _OTHERS_ROW,
+    (
         "attention_serial",
         "greater for greater or equal",
         "if (i32(s) >= seq_at(b, 1u)) { return; }",

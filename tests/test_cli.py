@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from broken_route import broken  # noqa: F401 (a fixture)
 from session_helpers import MODEL, feeds
 from typer.testing import CliRunner
 
@@ -85,6 +86,30 @@ def test_run_takes_the_given_inputs(command, adapter, tmp_path):
     expected = WebGPUSession(MODEL, adapter=adapter).run(["logits"], given)[0]
     with np.load(tmp_path / "out.npz") as outputs:
         np.testing.assert_array_equal(outputs["logits"], expected)
+
+
+def test_compare_passes_a_right_model_and_checks_a_saved_run(command, adapter, tmp_path):
+    run = tmp_path / "run.npz"
+    status, text = command("compare", MODEL, "--adapter", adapter, "--steps", 2, "--save", run)
+    assert status == 0, text
+    assert "PASSED  2 of 2 steps" in text
+    again = ["compare", MODEL, "--golden", run, "--saved", run, "--atol", "logits=0"]
+    assert command(*again)[0] == 0
+
+
+def test_compare_names_the_bad_node_and_writes_it_down(command, adapter, broken, tmp_path):  # noqa: F811
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "junit", "html")}
+    options = [part for kind, path in files.items() for part in (f"--{kind}", path)]
+    route = f"{NODE.format(2)}={broken}"
+    status, text = command(
+        "compare", MODEL, "--adapter", adapter, "--route", route, *options,
+        "--repro", tmp_path / "bad",
+    )  # fmt: skip
+    assert status == 1
+    assert f"first bad node: {NODE.format(2)} (step 0)" in text
+    assert all(NODE.format(2) in path.read_text() for path in files.values())
+    assert (tmp_path / "bad" / "repro.py").is_file()
+    assert (tmp_path / "bad" / "shrunk" / "repro.py").is_file()
 
 
 def test_wrong_use_is_told_with_status_2(command):

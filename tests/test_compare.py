@@ -257,6 +257,20 @@ def test_nonfinite_inputs_are_told_from_nonfinite_outputs(adapter):
     assert all(one.passed for one in found), [one.problem for one in found]
 
 
+def test_outputs_that_change_between_runs_are_named(adapter, monkeypatch):
+    real, count = WebGPUSession.run, iter(range(100))
+
+    def unsteady(self, names, given, *rest):
+        values = real(self, names, given, *rest)
+        return [values[0] + 1e-6 * next(count), *values[1:]]
+
+    monkeypatch.setattr(WebGPUSession, "run", unsteady)
+    options = Options(repeat=3, nodes=False)
+    (step,) = compare_model(MODEL, Candidate(adapter=adapter), options=options).steps
+    assert step.changing == ("logits",)
+    assert not step.passed
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
