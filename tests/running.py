@@ -10,7 +10,7 @@ from ort_webgpu.conformance.case import OPERATORS, Case, RejectCase
 from ort_webgpu.device import DeviceBuffer, Gpu
 from ort_webgpu.graph_tools.nodes import Node
 from ort_webgpu.ops import OPS
-from ort_webgpu.ops.spec import Call, OpSpec, Rejected, Route, TensorSpec, Value
+from ort_webgpu.ops.spec import Call, Caps, OpSpec, Rejected, Route, TensorSpec, Value
 
 POISON = 0xC5  # every float made of these bytes is finite and far from any result
 GUARD = 256  # bytes behind each output that no kernel may touch
@@ -51,7 +51,9 @@ def accepting(case: Case, gpu: Gpu) -> Iterator[Route]:
             yield route
 
 
-def run_route(case: Case, gpu: Gpu, route: Route, poison: int = POISON) -> list[np.ndarray]:
+def run_route(
+    case: Case, gpu: Gpu, route: Route, poison: int = POISON, caps: Caps | None = None
+) -> list[np.ndarray]:
     """The wanted outputs of `case` on `route`; fails if a guard behind an output was touched."""
     call = call_of(case)
     buffers: dict[str, DeviceBuffer] = {}
@@ -63,7 +65,7 @@ def run_route(case: Case, gpu: Gpu, route: Route, poison: int = POISON) -> list[
         buffers[name] = gpu.upload(array)
     for output in call.outputs.values():
         buffers[output.operand] = _guarded(case, gpu, output, poison)
-    program = route.program(call.problem, gpu.caps)
+    program = route.program(call.problem, caps or gpu.caps)
     gpu.run([(program, buffers)])
     results = dict(call.host_outputs)
     for index, output in sorted(call.outputs.items()):

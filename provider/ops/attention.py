@@ -223,11 +223,11 @@ class SplitK(CoreRoute):
         return 64, {"VP": min(64, 1 << (p.v4 - 1).bit_length())}
 
     def splits(self, p: AttentionProblem, caps: Caps) -> int:
-        """Shares of the keys: enough workgroups to fill the device, no share under 64 keys."""
+        """Shares of the keys: enough workgroups to fill the device, no share too small to pay."""
         keys = p.max_keys if p.window < 0 else min(p.max_keys, p.window + p.q_len)
         groups = p.batch * p.kv_heads * -(-p.rows // self.rows(p, caps))
-        target = 8 if caps.software else 256
-        return max(1, min(-(-target // groups), keys // 64, _MOST_SPLITS))
+        target, least = (8, 64) if caps.software else (512, 128)
+        return max(1, min(-(-target // groups), keys // least, _MOST_SPLITS))
 
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p = problem
@@ -304,7 +304,7 @@ class SplitKSubgroups(SplitK):
     def _size(self, p: AttentionProblem, caps: Caps) -> int | None:
         """Lanes of a workgroup: as many as the memory for the final merge allows."""
         lanes = self.lanes(p, caps)
-        for size in (64,) if caps.software else (256, 128, 64, 32):
+        for size in (64,) if caps.software else (128, 64, 32):
             teams = size // lanes
             memory = teams * (p.v4 * 16 + self.rows(p, caps) * 8)
             if teams and size <= caps.workgroup_invocations and memory <= caps.workgroup_memory:
@@ -315,10 +315,8 @@ class SplitKSubgroups(SplitK):
         lanes, size = self.lanes(p, caps), self._size(p, caps)
         assert size is not None
         units = -(-(p.head_size // 8) // lanes)
-        ahead = 2 if units > 1 or p.kv_dtype == "float32" else 4
-        if p.kv_dtype in ("int8", "int4"):
-            ahead *= 2
-        return size, {"LPK": lanes, "UPL": units, "KB": ahead}
+        ahead = 8 if p.kv_dtype in ("int8", "int4") and units == 1 else 2
+        return size, {"LPK": lanes, "UPL": units, "KB": ahead, "peel": not caps.software}
 
 
 #: In order of preference; the last takes everything.
