@@ -349,6 +349,11 @@ def read_lengths(
             raise InvalidInputError(
                 f"{node}: seqlens_k[{b}] is {total[b] - 1}; it must lie in [0, {limit})"
             )
+        if first_prompt and a.sliding_window_cache and total[b] < shapes.q_len:
+            raise InvalidInputError(
+                f"{node}: seqlens_k[{b}] is {total[b] - 1} in a prompt of {shapes.q_len} tokens; a"
+                " window cache takes no right padding. Feed the entries apart"
+            )
         if past[b] < 0:
             raise InvalidInputError(
                 f"{node}: seqlens_k[{b}] is {total[b] - 1}, fewer keys than the {new[b]} new ones"

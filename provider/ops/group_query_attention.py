@@ -415,7 +415,8 @@ class _CallBuilder:
             kv_dtype=shapes.kv_dtype,
             out_dtype=shapes.dtype,
             kv_head_rows=kv_head_rows,
-            max_keys=max_keys,
+            # Decode steps are one problem for 64 tokens: routes count keys in whole sixty-fours
+            max_keys=max_keys | 63 if shapes.q_len == 1 else max_keys,
             causal=a.causal,
             window=a.window,
             softcap=a.softcap,
@@ -575,11 +576,14 @@ class _CallBuilder:
     def _positions(self, ids: Value, rows: int) -> np.ndarray:
         """The rotary position of each token: int32 (batch, q_len), as ORT's CPU EP reads them.
 
-        A first prompt reads element [0, 0] alone, as the offset of every batch entry; other calls
-        read the flat tensor with a row stride of q_len, even where it is wider.
+        A first prompt reads element [0, 0] alone, as the offset of every batch entry. Other calls
+        read the flat tensor with a row stride of q_len; where it is wider, ORT's rows are wrong for
+        all entries but the first, which is refused.
         """
         batch, q_len = self.shapes.batch, self.shapes.q_len
         assert ids.host is not None
+        if not self.lengths.first_prompt and batch > 1 and ids.shape[1] > q_len:
+            self._refuse(contract.POSITION_IDS, f"int64 ({batch}, {q_len}) beyond the first prompt")
         flat = ids.host.reshape(-1)
         if self.lengths.first_prompt:
             positions = np.broadcast_to(flat[0] + np.arange(q_len), (batch, q_len))
