@@ -107,6 +107,7 @@ class Gpu:
         self._pool = _Pool()
         self._pipelines: dict[Kernel, _Pipeline] = {}
         self._bind_groups: dict[tuple, Any] = {}
+        self._programs: dict[int, tuple[Program, list[tuple]]] = {}
         self._staging: Any = None
         self._lost: str | None = None
         self._vendor = int(adapter.info.get("vendor_id") or 0)
@@ -334,11 +335,10 @@ class Gpu:
     ) -> list[tuple]:
         """Pipeline, uniform block, buffers and grid of each launch; the blocks are uploaded."""
         prepared = [
-            self._prepare(launch, operands)
+            (pipeline, block, [operands[name] for name in names], grid)
             for program, given in programs
             for operands in [self._with_scratch(program, given)]
-            for launch in program.launches
-            if launch.workgroups
+            for pipeline, block, names, grid in self._encoded(program)
         ]
         if prepared:
             self._write_uniforms([uniforms for _, uniforms, _, _ in prepared])
@@ -394,7 +394,18 @@ class Gpu:
         # Freed when the recording is done: commands of later submits run after these.
         return {**given, **{name: self.allocate(size) for name, size in program.scratch}}
 
-    def _prepare(self, launch: Launch, operands: Mapping[str, DeviceBuffer]) -> tuple:
+    def _encoded(self, program: Program) -> list[tuple]:
+        """Pipeline, uniform block, operand names and grid of each launch that does anything."""
+        # By identity: routes give one object for equal problems, and to hash it is not cheap
+        known = self._programs.get(id(program))
+        if known is None:
+            encoded = [self._encode(launch) for launch in program.launches if launch.workgroups]
+            if len(self._programs) >= 1024:
+                self._programs.clear()
+            known = self._programs[id(program)] = (program, encoded)
+        return known[1]
+
+    def _encode(self, launch: Launch) -> tuple:
         pipeline = self._pipeline(launch.kernel)
         block = np.zeros(pipeline.size // 4, np.uint32)
         for name, value in (("workgroups", launch.workgroups), *launch.uniforms):
@@ -405,9 +416,9 @@ class Gpu:
                 block[index : index + 1].view(np.int32)[0] = value
             else:
                 block[index] = value
-        names = dict(launch.operands)
-        buffers = [operands[names[binding.name]] for binding in launch.kernel.bindings]
-        return pipeline, block, buffers, self._grid(launch.workgroups)
+        bound = dict(launch.operands)
+        names = [bound[binding.name] for binding in launch.kernel.bindings]
+        return pipeline, block, names, self._grid(launch.workgroups)
 
     def _grid(self, workgroups: int) -> tuple[int, int, int]:
         limit = self.caps.workgroups_per_dimension

@@ -54,6 +54,11 @@ class Chooser:
         self._forced = dict(forced)
         self._choices: dict[tuple, Choice] = {}
 
+    @property
+    def forces(self) -> bool:
+        """Whether a node's name or type can decide its route."""
+        return bool(self._forced)
+
     def choose(self, node: Node, spec: OpSpec, problem: Any) -> Choice:
         """The first route of `spec` that accepts, or the forced one.
 
@@ -173,7 +178,7 @@ class GpuNode:
     """An offloaded node. `choice` is the one of its last run, for explain() only.
 
     `caches` are the OpSpec's, for presents that the node has; `sole` the inputs that nothing else
-    reads.
+    reads; nodes of one `signature` differ in their values alone.
     """
 
     node: Node
@@ -183,6 +188,7 @@ class GpuNode:
     caches: Mapping[int, int] = field(default_factory=dict)
     grows: bool = False
     sole: frozenset[int] = frozenset()
+    signature: tuple = ()
     choice: Choice | None = None
     moved: str | None = None
 
@@ -193,7 +199,12 @@ class GpuNode:
         outputs = frozenset(filter(None, node.outputs))
         caches = {o: i for o, i in spec.caches.items() if node.has_output(o) and node.has_input(i)}
         grows = spec.cache_kind(node) == "growing"
-        return cls(node, spec, inputs, outputs, caches, grows, sole)
+        attributes = repr(sorted(node.attributes.items(), key=lambda item: item[0]))
+        wired = tuple(map(bool, node.inputs)), tuple(map(bool, node.outputs))
+        signature = (id(spec), attributes, *wired)
+        return cls(
+            node, spec, inputs, outputs, caches=caches, grows=grows, sole=sole, signature=signature
+        )
 
 
 @dataclass
@@ -232,9 +243,14 @@ class GpuStep:
         nodes: Sequence[GpuNode],
         run_options: Any,
         resident: frozenset[str] = frozenset(),
+        alike: dict[Any, "Validated"] | None = None,
     ) -> None:
-        """Put the outputs of `nodes` into `env`; presents that are `resident` get room to grow."""
+        """Put the outputs of `nodes` into `env`; presents that are `resident` get room to grow.
+
+        `alike` are calls of this run so far: layers that differ in their data alone share one.
+        """
         pending: list[Launchable] = []
+        alike = {} if alike is None else alike
         for one in nodes:
             held = [env[name] if name else None for name, _ in one.inputs]
             late = [h for h, (_, on_host) in zip(held, one.inputs, strict=True) if h and on_host]
@@ -242,8 +258,8 @@ class GpuStep:
                 self.gpu.run(pending)
                 pending = []
             to_host(late)
-            call, places = self._call(one, held, resident)
-            choice = one.choice = self.chooser.choose(one.node, one.spec, call.problem)
+            valid, places = self._call(one, held, resident, alike)
+            choice = one.choice = self._choice(one, valid)
             if choice.program is None:
                 self.gpu.run(pending)
                 pending = []
@@ -251,7 +267,7 @@ class GpuStep:
                 twin.run(env, twin.outputs, False, run_options)
                 continue
             one.moved = None
-            launchable = (choice.program, self._operands(one.node, call, held, env, places))
+            launchable = (choice.program, self._operands(one.node, valid, held, env, places))
             if self.events is None:
                 pending.append(launchable)
             else:
@@ -260,19 +276,23 @@ class GpuStep:
             self.gpu.run(pending)
 
     def _call(
-        self, one: GpuNode, held: Sequence[Held | None], resident: frozenset[str]
-    ) -> tuple[Call, dict[int, DeviceValue]]:
+        self,
+        one: GpuNode,
+        held: Sequence[Held | None],
+        resident: frozenset[str],
+        alike: dict[Any, "Validated"],
+    ) -> tuple["Validated", dict[int, DeviceValue]]:
         """The validated call, and the pasts by output index whose storage it continues."""
         values = [
             h.value(on_host) if h is not None else None
             for h, (_, on_host) in zip(held, one.inputs, strict=True)
         ]
         if not one.caches:
-            return one.spec.call(one.node, values, frozenset()), {}
+            return _validated(one, values, frozenset(), alike), {}
         given_away = self._add_rooms(one, held, values, resident)
-        call = one.spec.call(one.node, values, given_away)
+        valid = _validated(one, values, given_away, alike)
         places: dict[int, DeviceValue] = {}
-        for index, output in call.outputs.items():
+        for index, output in valid.call.outputs.items():
             if not output.in_place or output.alias is None:
                 continue
             past = held[output.alias].on_device(self.gpu)  # type: ignore[union-attr]
@@ -282,8 +302,16 @@ class GpuStep:
             # Another thread has just continued the same value: compute beside it
             for position in one.caches.values():
                 values[position] = Value(held[position].spec)  # type: ignore[index,union-attr]
-            return one.spec.call(one.node, values, frozenset()), {}
-        return call, places
+            return _validated(one, values, frozenset(), alike), {}
+        return valid, places
+
+    def _choice(self, one: GpuNode, valid: "Validated") -> Choice:
+        choice = valid.choice
+        if choice is None:
+            choice = self.chooser.choose(one.node, one.spec, valid.call.problem)
+            if not self.chooser.forces:
+                valid.choice = choice
+        return choice
 
     def _add_rooms(
         self,
@@ -320,20 +348,21 @@ class GpuStep:
     def _operands(
         self,
         node: Node,
-        call: Call,
+        valid: "Validated",
         held: Sequence[Held | None],
         env: Env,
         places: Mapping[int, DeviceValue],
     ) -> dict[str, DeviceBuffer]:
-        gpu = self.gpu
+        gpu, call = self.gpu, valid.call
         operands = {}
         for operand, index in call.inputs.items():
             one = held[index]
             if one is not None:
                 strided = operand in call.strided
                 operands[operand] = one.on_device(gpu).buffer if strided else one.buffer(gpu)  # type: ignore[assignment]
-        for operand, array in call.arrays.items():
-            operands[operand] = gpu.upload(array)
+        if call.arrays and not valid.arrays:
+            valid.arrays = {operand: gpu.upload(array) for operand, array in call.arrays.items()}
+        operands |= valid.arrays
         for index, output in call.outputs.items():
             value = _made(gpu, output, places.get(index))
             operands[output.operand] = value.buffer  # type: ignore[assignment]
@@ -356,6 +385,42 @@ class GpuStep:
             duration = float(time.monotonic_ns() - start)
         route = choice.route.name if choice.route else ""
         self.events.add(one.node, route, start, duration)  # type: ignore[union-attr]
+
+
+@dataclass
+class Validated:
+    """A call that nodes of one run share: its route once chosen, its arrays once uploaded."""
+
+    call: Call
+    choice: Choice | None = None
+    arrays: dict[str, DeviceBuffer] = field(default_factory=dict)
+
+
+_LARGE = 4096  # bytes of a host input that is not worth comparing
+
+
+def _validated(
+    one: GpuNode,
+    values: Sequence[Value | None],
+    given_away: frozenset[int],
+    alike: dict[Any, Validated],
+) -> Validated:
+    """The call of `one` on `values`, that of an equal node on equal values where there was one."""
+    parts: list[Any] = [one.signature, given_away]
+    for value in values:
+        if value is None:
+            parts.append(None)
+            continue
+        spec, host = value.spec, value.host
+        if host is not None and host.nbytes > _LARGE:
+            return Validated(one.spec.call(one.node, values, given_away))
+        data = None if host is None else host.tobytes()
+        parts.append((spec.dtype, spec.shape, value.room, data))
+    key = tuple(parts)
+    valid = alike.get(key)
+    if valid is None:
+        valid = alike[key] = Validated(one.spec.call(one.node, values, given_away))
+    return valid
 
 
 def _made(gpu: Gpu, output: Output, past: DeviceValue | None) -> DeviceValue:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from session_helpers import MODEL, options
 
-from ort_webgpu import DeviceValue, InvalidInputError, WebGPUSession
+from ort_webgpu import DeviceMemoryError, DeviceValue, InvalidInputError, WebGPUSession
 from ort_webgpu import cache as cache_module
+from ort_webgpu.steps import GpuStep
 
 PROMPT = (5, 9, 200, 31, 7)
 PASTS = [f"past_key_values.{layer}.{part}" for layer in range(4) for part in ("key", "value")]
@@ -189,16 +190,13 @@ def test_failed_run_leaves_the_cache_valid(session, reference, monkeypatch):
         ours.run([[1], [2], [3]])  # a batch of three
     assert ours.cache.length == 5
     with monkeypatch.context() as patched:  # the last layer fails when the first have appended
-        node = session._plan.gpu_nodes[-1]
-        call = type(node.spec).call
+        last = next(step for step in reversed(session._plan.steps) if isinstance(step, GpuStep))
 
-        def fail(spec, one, values, in_place):
-            if one.name == node.node.name:
-                raise InvalidInputError("made to fail")
-            return call(spec, one, values, in_place)
+        def fail(*_):
+            raise DeviceMemoryError("made to fail")
 
-        patched.setattr(type(node.spec), "call", fail)
-        with pytest.raises(InvalidInputError, match="made to fail"):
+        patched.setattr(last, "_operands", fail)
+        with pytest.raises(DeviceMemoryError, match="made to fail"):
             ours.run([[9], [9]])
     assert ours.cache.length == 5
     close(ours.run([[1], [2]]), theirs.run([[1], [2]]))
