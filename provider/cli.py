@@ -1,4 +1,4 @@
-"""The command `ort-webgpu`: devices, explain, run, compare, conformance. Needs the extra `cli`.
+"""The command `ort-webgpu`: devices, explain, run, compare, conformance, bench. Needs extra `cli`.
 
 Exit status: 0 all well, 1 a difference or failure was found, 2 wrong use.
 """
@@ -330,6 +330,17 @@ def conformance(
         write_junit(junit, "ort-webgpu conformance", suite_verdicts(suite))
     if not suite.passed:
         raise typer.Exit(1)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def bench(context: typer.Context) -> None:
+    """Time the operators on an adapter, next to its ceilings and to others; see bench --help."""
+    from ort_webgpu.conformance.bench import main as run_bench
+
+    raise typer.Exit(run_bench(context.args))
 
 
 @app.command()

@@ -1,0 +1,67 @@
+"""Whole steps by the wall clock: a WebGPUSession on the very chains that peers are given.
+
+Its figure for a layer is a slope over chain lengths, as theirs is: recording, submitting, waiting
+and fetching the result once are in it as far as they grow with the layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from ort_webgpu import WebGPUSession
+from ort_webgpu.conformance.bench_peer_ort import feeds_of, gqa_chain, median_seconds
+from ort_webgpu.conformance.bench_peers import layers_of
+from ort_webgpu.conformance.bench_works import GqaWork
+
+__all__ = ["StepFigure", "time_step"]
+
+
+@dataclass(frozen=True)
+class StepFigure:
+    """Wall time of a layer, and of the whole run of each chain length."""
+
+    work: str
+    seconds: float
+    runs: tuple[tuple[int, float], ...]
+
+
+def time_step(work: GqaWork, adapter: str | int, backend: str) -> StepFigure | str:
+    """The figure, or why there is none."""
+    if not hasattr(WebGPUSession, "new_cache"):
+        return f"{work.name}: skipped, this version has no resident caches"
+    few, many = layers_of(work)
+    runs = tuple((n, _seconds(work, n, adapter, backend)) for n in (few, many))
+    slope = (runs[1][1] - runs[0][1]) / (many - few)
+    if slope <= 0:
+        return f"{work.name}: the whole step was too noisy: {runs}"
+    return StepFigure(work.name, slope, runs)
+
+
+def _seconds(work: GqaWork, layers: int, adapter: str | int, backend: str) -> float:
+    session = WebGPUSession(
+        gqa_chain(asdict(work), layers),
+        adapter=adapter,
+        backend=backend,
+        fallback="error",
+    )
+    feeds = feeds_of(asdict(work), layers)
+    if not work.past:
+        return median_seconds(lambda: session.run(["out"], feeds))
+    return median_seconds(Decoding(session, work, feeds))
+
+
+class Decoding:
+    """A decode loop: each call is a step on a cache that stays on the device."""
+
+    def __init__(self, session: WebGPUSession, work: GqaWork, feeds: Mapping[str, np.ndarray]):
+        self._session = session
+        self._cache = session.new_cache(work.batch, capacity=work.past + 64 * work.q_len)
+        session.run(["out"], dict(feeds), cache=self._cache)
+        self._feeds = {n: a for n, a in feeds.items() if n[:2] not in ("pk", "pv")}
+        self._start = work.past
+
+    def __call__(self) -> None:
+        # The loop goes back after each step, so that all steps see as many keys
+        self._cache.truncate(self._start)
+        self._session.run(["out"], self._feeds, cache=self._cache)

@@ -1,0 +1,227 @@
+"""Device time of programs and of works: timestamps around one pass, checked before it counts.
+
+An idle GPU runs at a fraction of its clock and takes a tenth of a second to speed up, so each
+measurement follows unmeasured work of the same kind in the same submit.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from ort_webgpu.conformance.bench_works import Part, Sample, Work
+from ort_webgpu.device import DeviceBuffer, Gpu
+from ort_webgpu.ops import OPS
+from ort_webgpu.ops.spec import Call, Rejected, Route, TensorSpec, Value
+from ort_webgpu.wgsl.kernel import Program
+
+__all__ = ["PartTime", "Times", "Timing", "seconds_of", "time_work"]
+
+Recorded = Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]
+
+REPEATS = 9
+FIRST_LEAD = 120e6  # nanoseconds of unmeasured work before the first measurement
+LEAD = 10e6  # and before each later one
+MOST_DISPATCHES = 3000  # of one submit
+SOFTWARE_BUDGET = 1.5e9  # nanoseconds of measuring on an adapter that is the CPU
+LONG = 0.3  # seconds of a node from which its parts are not timed apart
+CACHE_BYTES = 128 << 20  # data sets of a timing together exceed this
+MOST_ERROR = 2e-3  # relative, of an output that may be timed
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one pass, over several measurements."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    def over(self, passes: int) -> "Times":
+        """The same for one of `passes` passes."""
+        return Times(self.median / passes, self.low / passes, self.high / passes, self.count)
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """A part of a work timed alone."""
+
+    part: Part
+    times: Times
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One route of one work: `node` is all launches, `parts` some of them alone."""
+
+    work: Work
+    route: str
+    chosen: bool
+    node: Times
+    parts: tuple[PartTime, ...]
+    error: float
+    launches: int
+    tags: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def main(self) -> PartTime:
+        """The part that the work is about."""
+        return self.parts[0]
+
+    @property
+    def tflops(self) -> float:
+        return self.main.part.flops / self.main.times.median / 1e12
+
+    @property
+    def terabytes(self) -> float:
+        return self.main.part.bytes / self.main.times.median / 1e12
+
+
+def seconds_of(gpu: Gpu, programs: Recorded) -> Times:
+    """Seconds of device time of `programs`, once through."""
+    if not gpu.caps.timestamps:
+        return _by_wall_clock(gpu, programs)
+    once = max(1.0, gpu.time(programs, 1)[0])
+    if gpu.caps.software:
+        repeats = int(min(REPEATS, max(2, SOFTWARE_BUDGET / once)))
+        return _times([x / 1e9 for x in gpu.time(programs, repeats)])
+    dispatches = sum(len(program.launches) for program, _ in programs)
+    most = max(1, MOST_DISPATCHES // dispatches - 1)
+    gpu.time(programs, 1, lead=min(most, 1 + int(FIRST_LEAD / once)))
+    # the first figure may come from the slow clock: at full clock more work fits into the lead
+    once = min(once, *gpu.time(programs, 2, lead=min(most, 1 + int(LEAD / once))))
+    found = gpu.time(programs, REPEATS, lead=min(most, 1 + int(LEAD / max(1.0, once))))
+    return _times([x / 1e9 for x in found])
+
+
+def _by_wall_clock(gpu: Gpu, programs: Recorded) -> Times:
+    """For adapters without timestamps: submit, then wait for four bytes."""
+    buffer = next(iter(programs[0][1].values()))
+    wait = [(buffer, TensorSpec("uint8", (4,)))]
+    found = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        gpu.run(programs)
+        gpu.download(wait)
+        found.append(time.perf_counter() - start)
+    return _times(found[1:])
+
+
+def _times(seconds: Sequence[float]) -> Times:
+    return Times(median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+def time_work(
+    gpu: Gpu, work: Work, seed: int, routes: frozenset[str] | None = None
+) -> Iterator[Timing | str]:
+    """A Timing for each of `routes` (None: all) that takes `work`; a line of text for one that is
+    wrong, or, if it was named, rejects."""
+    rng = np.random.default_rng(seed)
+    spec = OPS["com.microsoft", work.op_type]
+    sample = work.sample(rng)
+    known = [
+        None if v is None else Value(TensorSpec(v.dtype.name, v.shape), v) for v in sample.values
+    ]
+    call = spec.call(sample.node, known, sample.in_place)
+    verdicts = {route.name: route.check(call.problem, gpu.caps) for route in spec.routes}
+    chosen = _chosen(spec.routes, verdicts)
+    if routes == frozenset({"chosen"}):
+        routes = frozenset({chosen})
+    sets = _data_sets(gpu, work, call, sample)
+    for route in spec.routes:
+        if routes is not None and route.name not in routes:
+            continue
+        verdict = verdicts[route.name]
+        if isinstance(verdict, Rejected):
+            if routes is not None:
+                yield f"{work.name} {route.name}: {verdict.reason}"
+            continue
+        program = route.program(call.problem, gpu.caps)
+        error = _checked(gpu, call, sample, program, sets[0], rng)
+        if not error < MOST_ERROR:
+            yield f"{work.name} {route.name}: WRONG, relative error {error:.3g}"
+            continue
+        yield _time_route(gpu, work, program, sets, route.name, route.name == chosen, error)
+
+
+def _chosen(routes: Sequence[Route], verdicts: Mapping[str, object]) -> str:
+    """The route that a session takes: the first that accepts and is not for tests only."""
+    accepting = [r for r in routes if not isinstance(verdicts[r.name], Rejected)]
+    return next(r.name for r in accepting if not r.forced_only)
+
+
+def _data_sets(gpu: Gpu, work: Work, call: Call, sample: Sample) -> list[dict[str, DeviceBuffer]]:
+    """Operands of the call, several times where its data would stay in the device's cache.
+
+    Only inputs are doubled. Outputs and scratch are shared, so that calls wait for each other as
+    the layers of a model do.
+    """
+    values = sample.values
+    one_set = sum(v.nbytes for v in values if v is not None)
+    count = 1 + int(CACHE_BYTES // max(one_set, 1)) if work.repeated_data else 1
+    if gpu.caps.software:
+        count = min(count, 2)
+    shared = {name: gpu.upload(array) for name, array in call.arrays.items()}
+    shared |= {
+        output.operand: gpu.allocate(output.spec.nbytes)
+        for output in call.outputs.values()
+        if output.alias is None
+    }
+    sets = []
+    for _ in range(count):
+        own = {name: gpu.upload(values[i]) for name, i in call.inputs.items()}  # type: ignore[arg-type]
+        for output in call.outputs.values():
+            if output.alias is not None:
+                own[output.operand] = gpu.upload(values[output.alias])  # type: ignore[arg-type]
+        sets.append({**own, **shared})
+    return sets
+
+
+def _checked(
+    gpu: Gpu,
+    call: Call,
+    sample: Sample,
+    program: Program,
+    operands: dict[str, DeviceBuffer],
+    rng: np.random.Generator,
+) -> float:
+    """The relative error of output 0, whose memory is poisoned first."""
+    output = call.outputs[0]
+    gpu.write(operands[output.operand], np.full(output.spec.nbytes, 0xC5, np.uint8))
+    gpu.run([(program, operands)])
+    (out,) = gpu.download([(operands[output.operand], output.spec)])
+    return sample.error(out, rng)
+
+
+def _time_route(
+    gpu: Gpu,
+    work: Work,
+    program: Program,
+    sets: list[dict[str, DeviceBuffer]],
+    route: str,
+    chosen: bool,
+    error: float,
+) -> Timing:
+    # Scratch is given as operands: parts then read what the launches before them left there
+    scratch = {name: gpu.allocate(size) for name, size in program.scratch}
+    filled = [{**operands, **scratch} for operands in sets]
+    gpu.run([(program, operands) for operands in filled])
+    passes = 1 if gpu.caps.software else max(1, 8 // len(sets))
+
+    def timed(launches: tuple) -> Times:
+        one = Program(launches)
+        times = seconds_of(gpu, [(one, operands) for operands in filled] * passes)
+        return times.over(len(filled) * passes)
+
+    node = timed(program.launches)
+    parts = []
+    for part in work.parts:
+        own = tuple(x for x in program.launches if x.kernel.template.startswith(part.templates))
+        if own:
+            # Where a pass takes long, the rest of the node is small next to its attention
+            whole = len(own) == len(program.launches) or node.median > LONG
+            parts.append(PartTime(part, node if whole else timed(own)))
+    return Timing(work, route, chosen, node, tuple(parts), error, len(program.launches))
