@@ -19,7 +19,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from ort_webgpu import WebGPUSession
+from ort_webgpu import PlainSession, WebGPUSession
 from ort_webgpu.conformance.remote import Host, RemoteSession
 from ort_webgpu.errors import InvalidInputError, NoAdapterError
 
@@ -98,7 +98,7 @@ class Candidate:
         if self.name == "reference":
             return WebGPUSession(model, options, adapter="none")
         if self.name == "ort-cpu":
-            return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            return PlainSession(model, options, providers=["CPUExecutionProvider"])
         return _on_provider(self, model, options)
 
 
@@ -114,7 +114,7 @@ def _on_provider(candidate: Candidate, model: Any, options: Any) -> ort.Inferenc
         # ORT refuses the entry above beside a CPU EP that was asked for.
         others = [] if candidate.strict else ["CPUExecutionProvider"]
         providers = [(name, dict(candidate.options)), *others]
-        return ort.InferenceSession(model, options, providers=providers)
+        return PlainSession(model, options, providers=providers)
     if library is None and candidate.name == "ort-webgpu-ep":
         library = _plugin_library()
     if library is None:
@@ -132,7 +132,7 @@ def _on_provider(candidate: Candidate, model: Any, options: Any) -> ort.Inferenc
             " a hardware GPU that ORT itself finds"
         )
     options.add_provider_for_devices(devices[:1], dict(candidate.options))
-    return ort.InferenceSession(model, options)
+    return PlainSession(model, options)
 
 
 def _plugin_library() -> str:

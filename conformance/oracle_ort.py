@@ -6,6 +6,7 @@ The reasons are those of shared/contract/ort-semantics.md sections 2, 3, 5 and 6
 import numpy as np
 import onnxruntime as ort
 
+from ort_webgpu import PlainSession
 from ort_webgpu.conformance.case import Array, Case
 
 __all__ = ["run_case", "run_on_ort", "why_not_on_ort"]
@@ -24,7 +25,7 @@ def run_on_ort(case: Case) -> list[Array]:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    session = ort.InferenceSession(
+    session = PlainSession(
         case.model().SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     return run_case(session, case)

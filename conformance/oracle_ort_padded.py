@@ -12,6 +12,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from ort_webgpu import PlainSession
 from ort_webgpu.conformance.case import Array, Case
 from ort_webgpu.conformance.oracle_numpy_packed import restore_padding
 
@@ -93,7 +94,5 @@ def _run(op_type: str, inputs: dict[str, Array | None], attributes: dict[str, An
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    session = ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = PlainSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return session.run(None, given)[0]
