@@ -610,8 +610,8 @@ def open_gpu(adapter: str | int = "auto", backend: str = "auto") -> Gpu | None:
     """The device for `adapter`, one per process and adapter; None for "none" or if "auto" has none.
 
     `adapter`: "auto" (a hardware GPU, else a software one), "hardware", "software", "none", an
-    index of `adapters(backend)`, or part of an adapter's name, in any case. The environment variable
-    ORT_WEBGPU_ADAPTER stands in for "auto". Raises NoAdapterError where one was asked for.
+    index of `adapters(backend)`, or part of an adapter's name, in any case. The environment
+    variable ORT_WEBGPU_ADAPTER stands in for "auto". Raises NoAdapterError where one was asked for.
     """
     if adapter == "auto":
         adapter = os.environ.get("ORT_WEBGPU_ADAPTER", "auto")

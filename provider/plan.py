@@ -26,6 +26,8 @@ from ort_webgpu.graph_tools import (
 )
 from ort_webgpu.graph_tools.partition import reads
 from ort_webgpu.graph_tools.reference import EXPANDABLE
+from ort_webgpu.ops.spec import Known
+from ort_webgpu.overlap import split_stages
 from ort_webgpu.placement import Placement, needs_expansion
 from ort_webgpu.profiling import PROVIDER, DeviceEvents
 from ort_webgpu.segments import SegmentFactory
@@ -224,7 +226,7 @@ def build_plan(
     `may_move`: a node that no route takes at run time goes to the CPU, else NotOffloadedError.
     """
     model = factory.model
-    stages = partition(model, frozenset(placement.offloaded))
+    stages = split_stages(model, partition(model, frozenset(placement.offloaded)))
     stages, shapes = _without_shapes(model, stages, placement)
     readers = _readers(model)
     types = {n: _type(kind, shape, n in model.outputs) for n, (kind, shape) in kinds.items()}
@@ -262,7 +264,36 @@ def build_plan(
             )
             waiting.append(GpuNode.of(node, placement.offloaded[i], sole))
     flush()
+    _warm(model, placement, kinds, gpu, chooser)
     return Plan(tuple(steps), _constants(factory, steps), gpu, placement, chooser, events)
+
+
+def _warm(model: ModelFile, placement: Placement, kinds: Kinds, gpu: Gpu, chooser: Chooser) -> None:
+    """Compile the kernels that the session will likely need, so that no run waits for them."""
+    for i, spec in placement.offloaded.items():
+        node = model.nodes[i]
+        known = [_known(name, model, kinds) for name in node.inputs]
+        for call in spec.typical_calls(node, known):
+            program = chooser.choose(node, spec, call.problem).program
+            if program is not None:
+                gpu.warm(launch.kernel for launch in program.launches)
+
+
+def _known(name: str, model: ModelFile, kinds: Kinds) -> Known | None:
+    """Dtype and sizes of a value, as far as the model and ORT tell them."""
+    weight = model.weights.get(name)
+    if weight is not None:
+        return Known(str(weight.dtype), tuple(weight.shape)) if weight.dtype is not None else None
+    if name in kinds:
+        kind, shape = kinds[name]
+        dtype = DTYPES.get(kind)
+        return Known(dtype, tuple(shape)) if dtype else None
+    tensor = model.value_types[name].tensor_type if name in model.value_types else None
+    if tensor is None or not tensor.elem_type:
+        return None
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name
+    sizes = (d.dim_value if d.HasField("dim_value") else d.dim_param for d in tensor.shape.dim)
+    return Known(dtype, tuple(sizes))
 
 
 def _without_shapes(

@@ -5,7 +5,8 @@ with batch > 1, Q/K RMS norm. Bidirectional (causal=0), softcap, window, bias, s
 window caches combine freely.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -23,12 +24,14 @@ from ort_webgpu.ops.attention import (
 )
 from ort_webgpu.ops.gqa_cards import Cache, CardFacts, card_name
 from ort_webgpu.ops.gqa_contract import Attributes, Shapes
+from ort_webgpu.ops.gqa_typical import typical_values
 from ort_webgpu.ops.prepare import CacheCopy, Prepare, bytes_per_row
 from ort_webgpu.ops.repack import repack
 from ort_webgpu.ops.spec import (
     Accepted,
     Call,
     Caps,
+    Known,
     OpSpec,
     Output,
     Rejected,
@@ -132,6 +135,11 @@ class GroupQueryAttention(OpSpec):
 
     def check_node(self, node: Node, input_dtypes: Sequence[str | None]) -> Accepted | Rejected:
         return contract.check_gqa_node(node, input_dtypes)
+
+    def typical_calls(self, node: Node, known: Sequence[Known | None]) -> Iterator[Call]:
+        for values in typical_values(node, known):
+            with contextlib.suppress(InvalidInputError):  # a guess that the contract refuses
+                yield self.call(node, values, frozenset())
 
     def call(self, node: Node, values: Sequence[Value | None], in_place: frozenset[int]) -> Call:
         return _CallBuilder(node, values, {1, 2} <= in_place).build()

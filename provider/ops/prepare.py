@@ -1,6 +1,7 @@
 """The prologue that GroupQueryAttention and DecoderMaskedMultiHeadAttention share.
 
-q, k and v become operands: `prepare` (split, bias, norm, rotary, scale, quantize, append) and `cache_copy` (past to present).
+q, k and v become operands: `prepare` (split, bias, norm, rotary, scale, quantize, append) and
+`cache_copy` (past to present).
 """
 
 from dataclasses import dataclass, replace

@@ -5,7 +5,7 @@ None of it touches a device: a Route is tested with a made-up `Caps`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ __all__ = [
     "Accepted",
     "Call",
     "Caps",
+    "Known",
     "OpSpec",
     "Output",
     "Rejected",
@@ -94,6 +95,14 @@ class Room:
         if self.fixed:
             return self.capacity
         return max(rows, min(self.limit, max(64, 1 << rows.bit_length()))) if self.limit else rows
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of an input before a run: dtype, and sizes (None or a name where symbolic)."""
+
+    dtype: str
+    shape: tuple[int | str | None, ...]
 
 
 @dataclass(frozen=True)
@@ -218,6 +227,10 @@ class OpSpec(ABC):
         `output_dtypes` has a numpy dtype name for each output, None where absent or unknown.
         """
         return self
+
+    def typical_calls(self, node: Node, known: Sequence[Known | None]) -> Iterator[Call]:
+        """Calls that a session with this node will likely see; their kernels are compiled early."""
+        return iter(())
 
     @abstractmethod
     def call(self, node: Node, values: Sequence[Value | None], in_place: frozenset[int]) -> Call:
