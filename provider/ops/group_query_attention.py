@@ -555,19 +555,22 @@ class _CallBuilder:
             return 0
         half = cos.shape[1] if len(cos.shape) == 2 else 0
         size = shapes.head_size
+        if size % 16:
+            raise InvalidInputError(
+                f"{self.node}: head size {size} with cos_cache; rotary embedding takes multiples"
+                " of 16"
+            )
         if (
             cos.dtype != shapes.dtype
             or cos.spec != sin.spec
-            or size % 16
             or not 0 < half <= size // 2
             or half % 8
             or cos.shape[0] < self.lengths.scalar
         ):
             self._refuse(
                 contract.COS,
-                f"{shapes.dtype} (at least {self.lengths.scalar}, a multiple of 8 up to"
-                f" {size // 2}) like sin_cache, and a head size that is a multiple of 16,"
-                f" not {size}",
+                f"{shapes.dtype} (at least total_sequence_length={self.lengths.scalar} rows, a"
+                f" multiple of 8 up to {size // 2} columns) like sin_cache",
             )
         rows = cos.shape[0]
         if int(self.lengths.total.max()) > rows:
