@@ -341,3 +341,40 @@ def test_no_adapter_runs_on_the_cpu_and_says_so(gpu, monkeypatch):
     WebGPUSession(chain(), adapter="none")  # as asked for: no warning
     with pytest.raises(NotOffloadedError):
         WebGPUSession(chain(), adapter="none", fallback="error")
+
+
+def test_cpu_branch_beside_the_device_runs_behind_the_submit(gpu, rng, monkeypatch):
+    """Parallel branches: the device's gelu of a product, and a feed-forward that ORT runs."""
+    wide, back = rng.standard_normal((3, 8)), rng.standard_normal((8, 3))
+    weights = [
+        numpy_helper.from_array(wide.astype(np.float32), "wide"),
+        numpy_helper.from_array(back.astype(np.float32), "back"),
+    ]
+    nodes = [
+        helper.make_node("Neg", ["x"], ["n"]),
+        gelu("n", "g"),
+        helper.make_node("MatMul", ["n", "wide"], ["m"]),
+        helper.make_node("Relu", ["m"], ["r"]),
+        helper.make_node("MatMul", ["r", "back"], ["f"]),
+        helper.make_node("Add", ["g", "f"], ["y"]),
+    ]
+    data = model(nodes, [value("x")], [value("y")], weights)
+    session = WebGPUSession(data)
+    order = []
+    for step in session._plan.steps:
+        run = step.run
+
+        def record(*args, _run=run, _step=step):
+            order.append((type(_step).__name__, _step.outputs, len(gpu.downloads)))
+            return _run(*args)
+
+        monkeypatch.setattr(step, "run", record)
+    x = rng.standard_normal((2, 3), dtype=np.float32)
+    same(session.run(None, {"x": x}), plain(data).run(None, {"x": x}))
+    assert order == [
+        ("CpuStep", ("n",), 0),
+        ("GpuStep", ("g",), 0),
+        ("CpuStep", ("f",), 0),
+        ("CpuStep", ("y",), 0),
+    ]
+    assert gpu.downloads == [1]
