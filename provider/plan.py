@@ -274,7 +274,10 @@ def _warm(model: ModelFile, placement: Placement, kinds: Kinds, gpu: Gpu, choose
         node = model.nodes[i]
         known = [_known(name, model, kinds) for name in node.inputs]
         for call in spec.typical_calls(node, known):
-            program = chooser.choose(node, spec, call.problem).program
+            try:
+                program = chooser.choose(node, spec, call.problem).program
+            except NotOffloadedError:  # by a forced route; such a call may never come
+                continue
             if program is not None:
                 gpu.warm(launch.kernel for launch in program.launches)
 
