@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -116,6 +117,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     )
     steps = [] if options.no_steps else main_works
     record = _header(gpu, options, arguments)
+    began = time.monotonic()
     record["notes"] += missing
     total = 1 + len(works) + len(steps) + len(peers) * len(main_works)
     with Ticker(total) as ticker:
@@ -124,15 +126,16 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
         _time_works(gpu, works, options, record, ticker)
         for work in steps:
             ticker.start(f"{work.name}, whole step")
-            figure = time_step(work, gpu.info.index, gpu.info.backend)
+            figure = time_step(work, gpu.info)
             if isinstance(figure, StepFigure):
                 record["steps"].append(asdict(figure))
             else:
                 record["notes"].append(figure)
         for peer in peers:
             ticker.start(f"{peer.key}")
-            figures = run_peer(peer, main_works, ticker.start)
+            figures = run_peer(peer, main_works, gpu.info.software, ticker.start)
             record["peers"] += [asdict(figure) for figure in figures]
+    record["seconds"] = round(time.monotonic() - began)
     return record
 
 

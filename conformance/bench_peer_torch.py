@@ -51,6 +51,7 @@ def _seconds(torch: Any, work: dict[str, Any], kernel: Any) -> float:
     found = []
     with import_module("torch.nn.attention").sdpa_kernel(kernel):
         once(0)
+        torch.cuda._sleep(15 * BUSY_CYCLES)  # an idle device runs at a fraction of its clock
         for _ in range(7):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(BUSY_CYCLES)

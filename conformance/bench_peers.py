@@ -22,8 +22,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Peer:
-    """A program that answers, see bench_peer_ort.py. `software`: whether it is worth its time on an
-    adapter that is the CPU; `most_flops`: of a work that it is asked for."""
+    """A program that answers, see bench_peer_ort.py. `most_flops`: of a work that it is asked for."""
 
     key: str
     script: str
@@ -71,19 +70,24 @@ def comparable(work: Work) -> bool:
     return isinstance(work, GqaWork) and not work.cache
 
 
-def layers_of(work: GqaWork) -> tuple[int, int]:
-    """Two chain lengths whose difference is well measured, and that fit into memory."""
-    if work.q_len > 1:
+def layers_of(work: GqaWork, software: bool) -> tuple[int, int]:
+    """Two chain lengths whose difference is well measured and that take bearable time."""
+    if software and work.q_len > 1:
         return (1, 2) if work.flops > 2e9 else (1, 4)
-    return (1, 4) if work.cache_bytes > 1 << 27 else (1, 8)
+    return (1, 4) if work.flops > 1e11 else (1, 8)
 
 
 def run_peer(
-    peer: Peer, works: Sequence[GqaWork], tick: Callable[[str], None], timeout: float = 900.0
+    peer: Peer,
+    works: Sequence[GqaWork],
+    software: bool,
+    tick: Callable[[str], None],
+    timeout: float = 900.0,
 ) -> list[PeerFigure]:
-    """The peer's figure for each work; `tick` hears of each as it comes."""
+    """The peer's figure for each work; `tick` hears of each once all are there."""
     asked = [w for w in works if w.flops <= peer.most_flops]
-    request = {**peer.request, "works": [{**asdict(w), "layers": layers_of(w)} for w in asked]}
+    questions = [{**asdict(w), "layers": layers_of(w, software)} for w in asked]
+    request = {**peer.request, "works": questions}
     process = subprocess.Popen(
         [peer.python, str(_HERE / peer.script)],
         stdin=subprocess.PIPE,

@@ -292,7 +292,7 @@ def _facts(record: Record) -> list[str]:
     about, host = record["adapter"], record["host"]
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     lines = [
-        f"{record['date']}, `{record['command']}`",
+        f"{record['date']}, {record['seconds']} s: `{record['command']}`",
         f"Adapter {about['name']}, {about['api']}, driver {about['driver']}; host"
         f" {host['platform']}, {host['cores']} cores, Python {host['python']}",
         versions,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from ort_webgpu import WebGPUSession
+from ort_webgpu import AdapterInfo, WebGPUSession
 from ort_webgpu.conformance.bench_peer_ort import feeds_of, gqa_chain, median_seconds
 from ort_webgpu.conformance.bench_peers import layers_of
 from ort_webgpu.conformance.bench_works import GqaWork
@@ -26,23 +26,23 @@ class StepFigure:
     runs: tuple[tuple[int, float], ...]
 
 
-def time_step(work: GqaWork, adapter: str | int, backend: str) -> StepFigure | str:
+def time_step(work: GqaWork, info: AdapterInfo) -> StepFigure | str:
     """The figure, or why there is none."""
     if not hasattr(WebGPUSession, "new_cache"):
         return f"{work.name}: skipped, this version has no resident caches"
-    few, many = layers_of(work)
-    runs = tuple((n, _seconds(work, n, adapter, backend)) for n in (few, many))
+    few, many = layers_of(work, info.software)
+    runs = tuple((n, _seconds(work, n, info)) for n in (few, many))
     slope = (runs[1][1] - runs[0][1]) / (many - few)
     if slope <= 0:
         return f"{work.name}: the whole step was too noisy: {runs}"
     return StepFigure(work.name, slope, runs)
 
 
-def _seconds(work: GqaWork, layers: int, adapter: str | int, backend: str) -> float:
+def _seconds(work: GqaWork, layers: int, info: AdapterInfo) -> float:
     session = WebGPUSession(
         gqa_chain(asdict(work), layers),
-        adapter=adapter,
-        backend=backend,
+        adapter=info.index,
+        backend=info.backend,
         fallback="error",
     )
     feeds = feeds_of(asdict(work), layers)

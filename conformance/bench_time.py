@@ -90,7 +90,8 @@ def seconds_of(gpu: Gpu, programs: Recorded) -> Times:
         return _times([x / 1e9 for x in gpu.time(programs, repeats)])
     dispatches = sum(len(program.launches) for program, _ in programs)
     most = max(1, MOST_DISPATCHES // dispatches - 1)
-    gpu.time(programs, 1, lead=min(most, 1 + int(FIRST_LEAD / once)))
+    lead = 1 + int(FIRST_LEAD / once)
+    gpu.time(programs, min(4, -(-lead // most)), lead=min(most, lead))
     # the first figure may come from the slow clock: at full clock more work fits into the lead
     once = min(once, *gpu.time(programs, 2, lead=min(most, 1 + int(LEAD / once))))
     found = gpu.time(programs, REPEATS, lead=min(most, 1 + int(LEAD / max(1.0, once))))

@@ -6,7 +6,7 @@ right answer in float64, so that no wrong kernel is ever timed.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -157,7 +157,7 @@ class GqaWork:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape, np.float32).astype(kind)
 
-        def cache() -> np.ndarray:
+        def rows() -> np.ndarray:
             if self.cache == "int8":
                 return rng.integers(-127, 128, cache_shape, np.int8)
             if self.cache == "int4":
@@ -170,8 +170,8 @@ class GqaWork:
             normal(self.batch, self.q_len, self.heads * self.head_size),
             normal(self.batch, self.q_len, width),
             normal(self.batch, self.q_len, width),
-            cache(),
-            cache(),
+            rows(),
+            rows(),
             np.full(self.batch, total - 1, np.int32),
             np.array([total], np.int32),
             None,
@@ -190,10 +190,11 @@ def _gqa_error(
     d, group = work.head_size, work.heads // work.kv_heads
     q = values[0].reshape(work.batch, work.q_len, work.heads, d)  # type: ignore[union-attr]
     got = out.reshape(q.shape)
+    rows_of = cache(partial(_rows, work, values))
     difference = norm = 0.0
     for _ in range(24):
         b, s, h = rng.integers(work.batch), rng.integers(work.q_len), rng.integers(work.heads)
-        keys, rows = (_rows(work, values, i, b, h // group) for i in (3, 4))
+        keys, rows = (rows_of(i, int(b), int(h) // group) for i in (3, 4))
         end = work.past + s + 1
         start = max(0, end - work.window) if work.window >= 0 else 0
         x = keys[start:end] @ q[b, s, h].astype(np.float64) / np.sqrt(d)

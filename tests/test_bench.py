@@ -175,7 +175,7 @@ def test_peer_that_cannot_run_is_reported_not_raised():
 
     peer = Peer("ghost", "bench_peer_ort.py", sys.executable, {"ep": "webgpu"})
     heard: list[str] = []
-    (figure,) = run_peer(peer, [TINY], heard.append)
+    (figure,) = run_peer(peer, [TINY], True, heard.append)
     assert figure.seconds is None
     assert "onnxruntime_ep_webgpu" in figure.error
     assert heard == ["tiny"]
@@ -186,7 +186,7 @@ def test_ort_cpu_is_measured_as_a_slope():
 
     peer = Peer("ort-cpu", "bench_peer_ort.py", sys.executable, {"ep": "cpu"})
     work = GqaWork("small", 64, 0, 1, 4, 2, 32, "float32")
-    (figure,) = run_peer(peer, [work], lambda name: None)
+    (figure,) = run_peer(peer, [work], True, lambda name: None)
     assert figure.peer.startswith("ORT CPU EP")
     (few, first), (many, second) = figure.detail["runs"]
     if figure.seconds is not None:
@@ -214,6 +214,7 @@ def _record() -> dict:
         "format": 1,
         "command": "ort-webgpu bench",
         "date": "2026-01-01",
+        "seconds": 9,
         "quick": True,
         "seed": 0,
         "adapter": {
