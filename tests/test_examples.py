@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -20,6 +21,15 @@ def decoder(monkeypatch: pytest.MonkeyPatch):
     from decode_loop import Decoder
 
     return Decoder(onnxruntime.InferenceSession(MODEL / "model.onnx"), MODEL)
+
+
+@pytest.fixture
+def embedding(monkeypatch: pytest.MonkeyPatch):
+    """The module embed_sentences."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import embed_sentences
+
+    return embed_sentences
 
 
 def run_example(name: str, *args: str, adapter: str = "none") -> str:
@@ -110,3 +120,48 @@ def test_partial_offload_moves_one_node_of_four(adapter: str):
     session = WebGPUSession(MODEL / "model.onnx", adapter=adapter, offload=nodes[:1])
     assert [row.placed for row in session.explain().rows] == ["webgpu", "cpu", "cpu", "cpu"]
     assert [row.node for row in session.explain().rows] == nodes
+
+
+def test_embed_sentences_prints_similarities_and_placement(adapter: str):
+    printed = run_example("embed_sentences.py", adapter=adapter)
+    diagonal = [line.split()[-6:][i] for i, line in enumerate(printed.splitlines()[1:7])]
+    assert diagonal == ["1.000"] * 6
+    for op_type, count in {"RemovePadding": 1, "PackedAttention": 2, "RestorePadding": 1}.items():
+        rows = [line.split() for line in printed.splitlines() if line.startswith(f"{op_type}_")]
+        assert [row[2] for row in rows] == ["webgpu"] * count
+
+
+def test_embeddings_on_the_device_are_those_on_the_cpu(adapter: str, embedding):
+    from ort_webgpu import WebGPUSession
+
+    path = embedding.FOLDER / "model.onnx"
+    tokenizer = embedding.load_tokenizer(embedding.FOLDER / "vocab.json")
+    on = {
+        name: embedding.embed(WebGPUSession(path, adapter=name), tokenizer, embedding.SENTENCES)
+        for name in (adapter, "none")
+    }
+    np.testing.assert_allclose(on[adapter], on["none"], rtol=0, atol=6e-3)
+    # sentences 0 and 1, 2 and 3, 4 and 5 say alike things
+    alike = on[adapter] @ on[adapter].T - 2 * np.eye(6)
+    assert alike.argmax(1).tolist() == [1, 0, 3, 2, 5, 4]
+
+
+def test_padding_does_not_change_an_embedding(embedding):
+    from ort_webgpu import WebGPUSession
+
+    session = WebGPUSession(embedding.FOLDER / "model.onnx", adapter="none")
+    tokenizer = embedding.load_tokenizer(embedding.FOLDER / "vocab.json")
+    alone = embedding.embed(session, tokenizer, embedding.SENTENCES[:1])
+    beside = embedding.embed(session, tokenizer, embedding.SENTENCES[:3])[:1]
+    np.testing.assert_allclose(alone, beside, rtol=0, atol=2e-3)
+
+
+def test_embed_sentences_names_words_that_it_lacks():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "embed_sentences.py", "a file", "the 犬 runs"],
+        capture_output=True,
+        encoding="utf-8",
+        env=_environment("none"),
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("'the 犬 runs': the cut vocabulary lacks 犬")
