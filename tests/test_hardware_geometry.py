@@ -1,7 +1,7 @@
 """Kernels in the geometry that a hardware adapter gets, run on a software one.
 
-Tiles, shares of the keys and loops without masks depend on `Caps.software`; a device that only says it
-is hardware runs the same programs as a real one would.
+Tiles, shares of the keys and loops without masks depend on `Caps.software`; a device that only says
+it is hardware runs the same programs as a real one would.
 """
 
 from dataclasses import replace
