@@ -24,7 +24,7 @@ from ort_webgpu.errors import InvalidInputError
 from ort_webgpu.ops.spec import TensorSpec
 from ort_webgpu.values import DeviceValue, Held, to_host
 
-__all__ = ["PlanBinding"]
+__all__ = ["PlanBinding", "SessionBinding"]
 
 
 class _NewOnDevice:
@@ -55,8 +55,20 @@ class _Mirror:
         return bool(np.array_equal(array.view(whole), self.rows().view(whole)))
 
 
-class PlanBinding(onnxruntime.IOBinding):
-    """An `onnxruntime.IOBinding` to a `WebGPUSession`.
+class SessionBinding(onnxruntime.IOBinding):
+    """ORT's binding, for a session that is all ORT's. Copied or pickled, it is one without bound
+    values, of the copied session; ORT's own cannot be."""
+
+    def __init__(self, session: Any):
+        super().__init__(session)
+        self._owner = session
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
+        return type(self), (self._owner,)
+
+
+class PlanBinding(SessionBinding):
+    """An `onnxruntime.IOBinding` to a `WebGPUSession` that offloads nodes.
 
     Device types are "cpu" and "webgpu". A past and a present that are bound to one value (one
     pointer, OrtValue or DeviceValue) are updated in place.

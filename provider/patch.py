@@ -22,7 +22,7 @@ from typing import Any
 
 import onnxruntime
 
-from ort_webgpu.binding import PlanBinding
+from ort_webgpu.binding import PlanBinding, SessionBinding
 from ort_webgpu.errors import OrtWebGpuError
 from ort_webgpu.session import WebGPUSession
 
@@ -161,9 +161,9 @@ def _new_session(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 def _new_binding(cls: type, *args: Any, **kwargs: Any) -> Any:
     session = args[0] if args else kwargs.get("session")
-    if cls is _Binding and getattr(session, "_plan", None) is not None:
-        return object.__new__(PlanBinding)
-    return object.__new__(cls)
+    if cls is not _Binding or not isinstance(session, WebGPUSession):
+        return object.__new__(cls)
+    return object.__new__(SessionBinding if session._plan is None else PlanBinding)
 
 
 def _twin(cls: type) -> type:

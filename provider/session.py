@@ -16,7 +16,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_inference_collection as _collection
 from onnxruntime.capi import onnxruntime_pybind11_state as _ort
 
-from ort_webgpu.binding import PlanBinding
+from ort_webgpu.binding import PlanBinding, SessionBinding
 from ort_webgpu.build import Built, Request, Wishes, build
 from ort_webgpu.cache import Cache, matching
 from ort_webgpu.explain import Explanation, Row
@@ -298,7 +298,7 @@ class WebGPUSession(onnxruntime.InferenceSession):
 
     def io_binding(self) -> onnxruntime.IOBinding:
         """An IOBinding of this session."""
-        return super().io_binding() if self._plan is None else PlanBinding(self)
+        return SessionBinding(self) if self._plan is None else PlanBinding(self)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
         """Compute what is bound; `iobinding` must come from this session's `io_binding`."""

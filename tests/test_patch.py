@@ -113,6 +113,18 @@ def test_binding_class_of_ort(patched):
     assert type(patched.binding(plain)) is onnxruntime.IOBinding
 
 
+@pytest.mark.parametrize("adapter", ["llvmpipe", "none"])
+def test_binding_is_copied_as_one_of_the_copied_session(library, adapter):
+    session = WebGPUSession(MODEL, options(), adapter=adapter)
+    holder = pickle.loads(pickle.dumps([session, session.io_binding()]))
+    copied, binding = holder
+    for name, value in feeds().items():
+        binding.bind_cpu_input(name, value)
+    binding.bind_output("logits")
+    copied.run_with_iobinding(binding)
+    same(binding.copy_outputs_to_cpu(), session.run(["logits"], feeds()))
+
+
 def test_pickle_and_deepcopy(patched):
     for made in (
         patched.at_import(str(MODEL)),
