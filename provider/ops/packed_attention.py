@@ -6,13 +6,20 @@ rounded to the node's type: it is float32 until the output.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ort_webgpu.errors import InvalidInputError, InvalidModelError
 from ort_webgpu.graph_tools.nodes import Node
-from ort_webgpu.ops.attention import AttentionProblem, Parts, composed_routes, sequences
+from ort_webgpu.ops.attention import CORE_ROUTES, composed_routes
+from ort_webgpu.ops.attention_core import (
+    AttentionProblem,
+    ComposedRoute,
+    CoreRoute,
+    Parts,
+    sequences,
+)
 from ort_webgpu.ops.packed_contract import (
     FLOATS,
     Names,
@@ -23,7 +30,7 @@ from ort_webgpu.ops.packed_contract import (
     refuse,
     score_scale,
 )
-from ort_webgpu.ops.packed_prologue import KEYS, PackedRows, Projection, Split
+from ort_webgpu.ops.packed_prologue import KEYS, MatrixProjection, PackedRows, Projection, Split
 from ort_webgpu.ops.repack import repack
 from ort_webgpu.ops.spec import (
     Accepted,
@@ -32,9 +39,11 @@ from ort_webgpu.ops.spec import (
     OpSpec,
     Output,
     Rejected,
+    Route,
     TensorSpec,
     Value,
 )
+from ort_webgpu.wgsl.kernel import Program
 
 __all__ = ["PackedAttention", "PackedMultiHeadAttention", "PackedProblem"]
 
@@ -103,6 +112,41 @@ class PackedProblem:
         return (("padded_output", self.rows.tokens * self.rows.heads * self.core.v4 * 16),)
 
 
+class MatrixRoute(ComposedRoute):
+    """A core route behind a projection on the matrix layer."""
+
+    def __init__(self, core: CoreRoute, native: bool):
+        super().__init__(core)
+        self.native = native
+        self.forced_only = not native
+        self.name = f"matrix_staged_{core.name}" + ("" if native else "_emulated")
+
+    def _projected(self, problem: PackedProblem) -> PackedProblem:
+        assert isinstance(problem.source, Projection)
+        source = MatrixProjection(problem.source.rows, problem.source.depth, self.native)
+        return replace(problem, source=source)
+
+    def check(self, problem: PackedProblem, caps: Caps) -> Accepted | Rejected:
+        projection = self._projected(problem).source
+        assert isinstance(projection, MatrixProjection)
+        return projection.rejection(caps) or super().check(problem, caps)
+
+    def program(self, problem: PackedProblem, caps: Caps) -> Program:
+        return super().program(self._projected(problem), caps)
+
+    def card_variant(self, problem: PackedProblem, caps: Caps) -> str | None:
+        name = problem.card_variant(self.core_route.name, caps)
+        return f"matrix_staged_{name}" if name and self.native else None
+
+
+def _projected_routes() -> tuple[Route, ...]:
+    """Matrix projections where the device has them, the register-tiled one, and for tests the
+    emulated matrix projection."""
+    cores = [core for core in CORE_ROUTES if core.name in ("flash", "flash_nosg", "serial")]
+    native = tuple(MatrixRoute(core, True) for core in cores)
+    return (*native[:2], *composed_routes(), native[2], MatrixRoute(cores[1], False))
+
+
 def _call(
     node: Node,
     source: Projection | Split,
@@ -163,7 +207,7 @@ class PackedAttention(OpSpec):
     )
     host_inputs = frozenset({3, 4})
     weight_inputs = frozenset({1, 2, 5})
-    routes = composed_routes()
+    routes = _projected_routes()
 
     def check_node(self, node: Node, input_dtypes: Sequence[str | None]) -> Accepted | Rejected:
         sizes, heads = node.attributes.get("qkv_hidden_sizes"), heads_of(node)

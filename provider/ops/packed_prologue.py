@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ort_webgpu.ops.attention import Parts
 from ort_webgpu.ops.prepare import bytes_per_row
-from ort_webgpu.ops.spec import Caps
+from ort_webgpu.ops.spec import Caps, Rejected
 from ort_webgpu.wgsl.kernel import STORAGE, Binding, Constant, Kernel, Launch, scalar_element
 
-__all__ = ["KEYS", "GemmTile", "PackedRows", "Projection", "Split"]
+__all__ = ["KEYS", "GemmTile", "MatrixProjection", "PackedRows", "Projection", "Split"]
 
 KEYS = ("packed_key", "packed_value")
 
@@ -160,6 +160,117 @@ class Projection:
                 ("tokens", rows.tokens),
                 ("depth", self.depth),
                 ("column_tiles", -(-rows.groups // (tile.cl * tile.tn))),
+                ("scale", rows.scale),
+            ),
+        )
+        return Parts((launch,), rows.scratch)
+
+
+@dataclass(frozen=True)
+class MatrixGemmTile:
+    """Geometry of gemm_matrix.wgsl.j2: BM tokens by BN columns, BK of the depth a step."""
+
+    bm: int
+    bn: int
+    bk: int
+
+    def memory(self, operand_bytes: int, pad: int) -> int:
+        """Bytes of workgroup memory: both operands, and the results on their way out."""
+        operands = self.bm * (self.bk + pad) + self.bk * (self.bn + pad)
+        return operands * operand_bytes + self.bm * (self.bn + 4) * 4
+
+
+_MATRIX_TILES = (
+    MatrixGemmTile(64, 128, 32),
+    MatrixGemmTile(64, 64, 32),
+    MatrixGemmTile(32, 64, 32),
+    MatrixGemmTile(32, 32, 16),
+)
+
+
+@dataclass(frozen=True)
+class MatrixProjection(Projection):
+    """The projection on the matrix layer; `native` on subgroup matrices, else emulated for tests.
+
+    Operands are float16 where the node is (nothing is rounded), else float32.
+    """
+
+    native: bool = True
+
+    @property
+    def _half(self) -> bool:
+        return self.rows.dtype == "float16"
+
+    def rejection(self, caps: Caps) -> Rejected | None:
+        """Why the device cannot run it, or None."""
+        size, operand = (16, "f16") if self._half else (8, "f32")
+        if self._tile(caps) is None:
+            return Rejected(f"no tile fits {caps.workgroup_memory} bytes of workgroup memory")
+        if not self.native:
+            return None
+        if (size, size, size, operand, "f32") not in caps.matrix_tiles:
+            return Rejected(
+                f"needs {size}x{size}x{size} subgroup matrices of {operand} with f32 sums; the"
+                f" adapter has {list(caps.matrix_tiles) or 'none'}"
+            )
+        if caps.subgroup_min != caps.subgroup_max or 4 * caps.subgroup_min > 256:
+            return Rejected(
+                f"needs subgroups of one size up to 64; the adapter's have {caps.subgroup_min} to"
+                f" {caps.subgroup_max} lanes"
+            )
+        if self._half and not caps.f16:
+            return Rejected("needs the shader-f16 feature")
+        return None
+
+    def _tile(self, caps: Caps) -> MatrixGemmTile | None:
+        size, pad = (2 if self.native else 4, 8) if self._half else (4, 4)
+        for tile in _MATRIX_TILES:
+            columns = -(-4 * self.rows.groups // tile.bn)
+            busy = columns * -(-self.rows.tokens // tile.bm) >= (1 if caps.software else 132)
+            fits = tile.memory(size, pad) <= caps.workgroup_memory
+            if fits and (busy or tile is _MATRIX_TILES[-1]):
+                return tile
+        return None
+
+    def parts(self, caps: Caps) -> Parts:
+        rows, tile = self.rows, self._tile(caps)
+        assert tile is not None
+        lanes = caps.subgroup_min if self.native else 32
+        x_aligned = self.depth % 4 == 0
+        column_tiles = -(-4 * rows.groups // tile.bn)
+        features = {"subgroup_matrix", "subgroups"} | ({"f16"} if self._half else set())
+        kernel = Kernel(
+            "gemm_matrix",
+            rows.constants(
+                x_aligned=x_aligned,
+                w_aligned=rows.aligned,
+                BM=tile.bm,
+                BN=tile.bn,
+                BK=tile.bk,
+                PAD=8 if self._half else 4,
+                SG=lanes,
+                TILE=16 if self._half else 8,
+                native=self.native,
+                operand="f16" if self._half else "f32",
+            ),
+            (
+                Binding("x", rows.element(x_aligned)),
+                Binding("w", rows.element(rows.aligned)),
+                Binding("bias", rows.element(rows.aligned)),
+                *rows.outputs(),
+            ),
+            (("tokens", "u32"), ("depth", "u32"), ("column_tiles", "u32"), ("scale", "f32")),
+            4 * lanes,
+            frozenset(features) if self.native else frozenset(),
+        )
+        launch = Launch(
+            kernel,
+            (("x", "input"), ("w", "weights"), ("bias", "qkv_bias"), *OUTPUTS),
+            column_tiles * -(-rows.tokens // tile.bm),
+            (
+                ("tokens", rows.tokens),
+                ("depth", self.depth),
+                ("column_tiles", column_tiles),
                 ("scale", rows.scale),
             ),
         )
