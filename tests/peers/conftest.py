@@ -1,4 +1,4 @@
-"""Tests with the real libraries: `pytest -m peers tests/peers`, in an environment that has them.
+"""Tests with the real libraries: `pytest -m peers -W default tests/peers`, where they are installed.
 
 They run on SwiftShader alone: torch does not survive beside the LLVM of lavapipe.
 """
