@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
             if isinstance(figure, StepFigure):
                 record["steps"].append(asdict(figure))
             else:
-                record["notes"].append(figure)
+                record["refused"].append(figure)
         for peer in peers:
             ticker.start(f"{peer.key}")
             figures = run_peer(peer, main_works, gpu.info.software, ticker.start)
@@ -186,7 +186,7 @@ def _row(timing: Timing) -> dict[str, Any]:
         "shape": shape,
         "route": timing.route,
         "chosen": timing.chosen,
-        "node": asdict(timing.node),
+        "node": asdict(timing.whole),
         "parts": [asdict(part) for part in timing.parts],
         "error": timing.error,
         "launches": timing.launches,

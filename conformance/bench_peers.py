@@ -5,6 +5,7 @@ bench down or share a device with it by accident.
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Peer:
-    """A program that answers, see bench_peer_ort.py. `most_flops`: of a work that it is asked for."""
+    """A program that answers, see bench_peer_ort.py; `most_flops`: of a work given to it."""
 
     key: str
     script: str
@@ -94,6 +95,7 @@ def run_peer(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},  # modules beside the script are not for import
     )
     try:
         out, noise = process.communicate(json.dumps(request), timeout=timeout)

@@ -260,8 +260,8 @@ def _growth_table(record: Record) -> Table:
             series.setdefault(key, {})[shape[axis]] = row["node"]["median"]
     words = {"q_len": "prefill", "past": "past", "batch": "batch"}
     rows = []
-    for (axis, fixed), times in series.items():
-        facts = json.loads(fixed)
+    for (axis, others), times in series.items():
+        facts = json.loads(others)
         if len(times) < 3 or (axis == "q_len" and facts["past"]):
             continue
         points = sorted(times.items())

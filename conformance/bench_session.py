@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from ort_webgpu import AdapterInfo, WebGPUSession
+from ort_webgpu import AdapterInfo, OrtWebGpuError, WebGPUSession
 from ort_webgpu.conformance.bench_peer_ort import feeds_of, gqa_chain, median_seconds
 from ort_webgpu.conformance.bench_peers import layers_of
-from ort_webgpu.conformance.bench_works import GqaWork
+from ort_webgpu.conformance.bench_time import MOST_ERROR
+from ort_webgpu.conformance.bench_works import GqaWork, gqa_error
+from ort_webgpu.conformance.checks import MismatchError
 
 __all__ = ["StepFigure", "time_step"]
 
@@ -28,10 +30,11 @@ class StepFigure:
 
 def time_step(work: GqaWork, info: AdapterInfo) -> StepFigure | str:
     """The figure, or why there is none."""
-    if not hasattr(WebGPUSession, "new_cache"):
-        return f"{work.name}: skipped, this version has no resident caches"
     few, many = layers_of(work, info.software)
-    runs = tuple((n, _seconds(work, n, info)) for n in (few, many))
+    try:
+        runs = tuple((n, _seconds(work, n, info)) for n in (few, many))
+    except (MismatchError, OrtWebGpuError) as error:
+        return f"{work.name}, whole step: {error}"
     slope = (runs[1][1] - runs[0][1]) / (many - few)
     if slope <= 0:
         return f"{work.name}: the whole step was too noisy: {runs}"
@@ -46,9 +49,31 @@ def _seconds(work: GqaWork, layers: int, info: AdapterInfo) -> float:
         fallback="error",
     )
     feeds = feeds_of(asdict(work), layers)
-    if not work.past:
-        return median_seconds(lambda: session.run(["out"], feeds))
-    return median_seconds(Decoding(session, work, feeds))
+    step = Decoding(session, work, feeds) if work.past else Prefill(session, feeds)
+    if layers == 1:
+        _check(work, feeds, step())
+    return median_seconds(step)
+
+
+def _check(work: GqaWork, feeds: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+    """MismatchError where the chain of one layer is wrong: nothing wrong is timed."""
+    empty = np.zeros((work.batch, work.kv_heads, 0, work.head_size), work.dtype)
+    values = [feeds["q"], feeds["k"], feeds["v"], feeds.get("pk0", empty), feeds.get("pv0", empty)]
+    values += [None] * 5 + [feeds.get("bias"), feeds.get("sink")]
+    error = gqa_error(work, values, out, np.random.default_rng(0))
+    if not error < MOST_ERROR:
+        raise MismatchError(f"WRONG, relative error {error:.3g}")
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Each call is a run without a past."""
+
+    session: WebGPUSession
+    feeds: Mapping[str, np.ndarray]
+
+    def __call__(self) -> np.ndarray:
+        return self.session.run(["out"], self.feeds)[0]
 
 
 class Decoding:
@@ -61,7 +86,7 @@ class Decoding:
         self._feeds = {n: a for n, a in feeds.items() if n[:2] not in ("pk", "pv")}
         self._start = work.past
 
-    def __call__(self) -> None:
+    def __call__(self) -> np.ndarray:
         # The loop goes back after each step, so that all steps see as many keys
         self._cache.truncate(self._start)
-        self._session.run(["out"], self._feeds, cache=self._cache)
+        return self._session.run(["out"], self._feeds, cache=self._cache)[0]

@@ -6,7 +6,7 @@ measurement follows unmeasured work of the same kind in the same submit.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -17,7 +17,7 @@ from ort_webgpu.ops import OPS
 from ort_webgpu.ops.spec import Call, Rejected, Route, TensorSpec, Value
 from ort_webgpu.wgsl.kernel import Program
 
-__all__ = ["PartTime", "Times", "Timing", "seconds_of", "time_work"]
+__all__ = ["MOST_ERROR", "PartTime", "Times", "Timing", "seconds_of", "time_work"]
 
 Recorded = Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]
 
@@ -55,16 +55,15 @@ class PartTime:
 
 @dataclass(frozen=True)
 class Timing:
-    """One route of one work: `node` is all launches, `parts` some of them alone."""
+    """One route of one work: `whole` is all launches, `parts` some of them alone."""
 
     work: Work
     route: str
     chosen: bool
-    node: Times
+    whole: Times
     parts: tuple[PartTime, ...]
     error: float
     launches: int
-    tags: dict[str, float] = field(default_factory=dict)
 
     @property
     def main(self) -> PartTime:
@@ -72,12 +71,28 @@ class Timing:
         return self.parts[0]
 
     @property
+    def node(self) -> float:
+        """Median seconds of all launches."""
+        return self.whole.median
+
+    @property
+    def attention(self) -> float:
+        """Median seconds of the main part."""
+        return self.main.times.median
+
+    @property
+    def spread(self) -> float:
+        """(Slowest - fastest) / median of the main part."""
+        times = self.main.times
+        return (times.high - times.low) / times.median
+
+    @property
     def tflops(self) -> float:
-        return self.main.part.flops / self.main.times.median / 1e12
+        return self.main.part.flops / self.attention / 1e12
 
     @property
     def terabytes(self) -> float:
-        return self.main.part.bytes / self.main.times.median / 1e12
+        return self.main.part.bytes / self.attention / 1e12
 
 
 def seconds_of(gpu: Gpu, programs: Recorded) -> Times:

@@ -16,7 +16,16 @@ from ort_webgpu.conformance.cases_packed import PackedConfig
 from ort_webgpu.conformance.oracles import NUMPY_ORACLES
 from ort_webgpu.graph_tools.nodes import Node
 
-__all__ = ["CaseWork", "GqaWork", "Part", "Sample", "Work", "hardware_works", "software_works"]
+__all__ = [
+    "CaseWork",
+    "GqaWork",
+    "Part",
+    "Sample",
+    "Work",
+    "gqa_error",
+    "hardware_works",
+    "software_works",
+]
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ class GqaWork:
     def sample(self, rng: np.random.Generator) -> Sample:
         """Fresh random data; the judge recomputes rows drawn at random."""
         values = self.inputs(rng)
-        return Sample(self.node(), values, frozenset({1, 2}), partial(_gqa_error, self, values))
+        return Sample(self.node(), values, frozenset({1, 2}), partial(gqa_error, self, values))
 
     def inputs(self, rng: np.random.Generator) -> list[np.ndarray | None]:
         """Fresh random inputs by position; caches hold random rows up to the past."""
@@ -183,10 +192,10 @@ class GqaWork:
         return values + ([scale, scale] if self.cache else [])
 
 
-def _gqa_error(
+def gqa_error(
     work: GqaWork, values: list[np.ndarray | None], out: np.ndarray, rng: np.random.Generator
 ) -> float:
-    """The relative error over 24 rows drawn at random."""
+    """|out - right| / |right| over 24 rows drawn at random; `values` are the node's inputs."""
     d, group = work.head_size, work.heads // work.kv_heads
     q = values[0].reshape(work.batch, work.q_len, work.heads, d)  # type: ignore[union-attr]
     got = out.reshape(q.shape)
