@@ -98,10 +98,20 @@ def test_scratch_beyond_a_binding_is_a_reason():
         assert isinstance(verdict, Rejected) and "1,024" in verdict.reason
 
 
+MATRIX_CAPS = Caps(
+    storage_buffers=10,
+    subgroup_min=32,
+    subgroup_max=32,
+    f16=True,
+    workgroup_memory=49152,
+    matrix_tiles=((16, 16, 16, "f16", "f32"), (8, 8, 8, "f32", "f32")),
+)
+
+
 def test_card_variants(shared):
     names = json.loads((shared / "contract" / "variants.json").read_text())["PackedAttention"]
-    card = {name for name in names if not name.startswith("matrix_")}
-    caps, found = Caps(storage_buffers=10, subgroup_min=32, subgroup_max=32), set()
+    card = {name for name in names if not name.startswith("matrix_direct")}
+    caps, found = MATRIX_CAPS, set()
     for dtype in ("f32", "f16"):
         for bias in ("off", "BN"):
             case = PackedConfig(dtype=dtype, attention_bias=bias).case(1)

@@ -126,15 +126,18 @@ class MatrixRoute(ComposedRoute):
         source = MatrixProjection(problem.source.rows, problem.source.depth, self.native)
         return replace(problem, source=source)
 
-    def check(self, problem: PackedProblem, caps: Caps) -> Accepted | Rejected:
+    def check(self, problem: Any, caps: Caps) -> Accepted | Rejected:
         projection = self._projected(problem).source
         assert isinstance(projection, MatrixProjection)
-        return projection.rejection(caps) or super().check(problem, caps)
+        verdict = super().check(problem, caps)
+        if isinstance(verdict, Rejected):
+            return verdict
+        return projection.rejection(caps) or verdict
 
-    def program(self, problem: PackedProblem, caps: Caps) -> Program:
+    def program(self, problem: Any, caps: Caps) -> Program:
         return super().program(self._projected(problem), caps)
 
-    def card_variant(self, problem: PackedProblem, caps: Caps) -> str | None:
+    def card_variant(self, problem: Any, caps: Caps) -> str | None:
         name = problem.card_variant(self.core_route.name, caps)
         return f"matrix_staged_{name}" if name and self.native else None
 
