@@ -28,6 +28,7 @@ _AXES_ARE_AN_INPUT_SINCE = {
 }
 
 Dim = int | str
+Number = int | float  # GraphBuilder.float hides the built-in in its annotations
 """A size: a Python int, or the name of an int64 value of shape (1,)."""
 
 
@@ -161,7 +162,7 @@ class GraphBuilder:
         width = self.op("Mul", self.dim(value, 1), self.dim(value, 3))
         return self.reshape(self.transpose(value, 0, 2, 1, 3), 0, 0, width)
 
-    def scale(self, query: str, axis: int, scale: float) -> str:
+    def scale(self, query: str, axis: int, scale: Number) -> str:
         """Multiply float32 `query` by `scale`, or by 1/sqrt(size of `axis`) where it is 0."""
         if scale:
             return self.op("Mul", query, self.float(scale))

@@ -26,7 +26,7 @@ class _AfterOnnxRuntime(importlib.abc.MetaPathFinder):
                 execute(module)
                 _patch()
 
-            spec.loader.exec_module = execute_and_patch
+            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec
 
 

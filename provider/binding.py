@@ -13,13 +13,14 @@ such a past are all that is downloaded for the next present.
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as _ort
 
+from ort_webgpu.device import Gpu
 from ort_webgpu.errors import InvalidInputError
 from ort_webgpu.ops.spec import TensorSpec
 from ort_webgpu.values import DeviceValue, Held, to_host
@@ -32,7 +33,7 @@ class _NewOnDevice:
 
 
 _ON_DEVICE = _NewOnDevice()
-Target = np.ndarray | onnxruntime.OrtValue | DeviceValue | _NewOnDevice | None
+Target: TypeAlias = np.ndarray | onnxruntime.OrtValue | DeviceValue | _NewOnDevice | None
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,7 @@ def _mirrored(one: Held, tail: Held | None, past: _Mirror | None) -> _Mirror | N
     return _Mirror(value, array)
 
 
-def _overwrite(name: str, target: DeviceValue, held: Held, gpu: Any) -> None:
+def _overwrite(name: str, target: DeviceValue, held: Held, gpu: Gpu) -> None:
     """Copy a result into a bound DeviceValue, unless it was computed there."""
     spec = held.spec
     if target.spec != spec or target.gpu is not gpu:
@@ -321,7 +322,7 @@ def _overwrite(name: str, target: DeviceValue, held: Held, gpu: Any) -> None:
             f" {list(spec.shape)} on {gpu.info.name!r}; bind a value of that shape, or none"
         )
     source = held.on_device(gpu)
-    if source.buffer is target.buffer or not spec.size:
+    if target.buffer is None or source.buffer is target.buffer or not spec.size:
         return
     packed = held.buffer(gpu)
     if target.is_dense:

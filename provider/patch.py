@@ -101,8 +101,8 @@ def patch_onnxruntime(*, children: bool = False, **options: Any) -> _Patch:
     given = dict(options)
     with _lock:
         _state.append(given)
-        _Session.__new__ = staticmethod(_new_session)  # type: ignore[assignment, method-assign]
-        _Binding.__new__ = staticmethod(_new_binding)  # type: ignore[assignment, method-assign]
+        _Session.__new__ = staticmethod(_new_session)
+        _Binding.__new__ = staticmethod(_new_binding)
         if children:
             os.environ[VARIABLE] = "1"
     return _Patch(given, children)
@@ -138,8 +138,8 @@ def plain_onnxruntime() -> Iterator[None]:
 def _restore() -> None:
     # Without any `__new__` of its own the class would refuse arguments from now on: CPython does
     # not take back that object.__new__ was once overridden.
-    _Session.__new__ = staticmethod(_plain_new)  # type: ignore[assignment, method-assign]
-    _Binding.__new__ = staticmethod(_plain_new)  # type: ignore[assignment, method-assign]
+    _Session.__new__ = staticmethod(_plain_new)
+    _Binding.__new__ = staticmethod(_plain_new)
 
 
 def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _new_session(cls: type, *args: Any, **kwargs: Any) -> Any:
-    if issubclass(cls, WebGPUSession | PlainSession) or getattr(_local, "plain", 0):
+    if issubclass(cls, WebGPUSession | PlainSession) or getattr(_local, "plain", 0) > 0:
         return object.__new__(cls)
     if cls is _Session:
         # ORT itself makes a bare instance to put a session of a model package in
@@ -186,7 +186,7 @@ def _twin(cls: type) -> type:
 
 def _rebuilt(cls: type, wishes: dict[str, Any]) -> Any:
     """An instance for unpickling to fill; `cls.__setstate__` may call `__init__` or ours."""
-    made = object.__new__(_twin(cls))
+    made: Any = object.__new__(_twin(cls))
     made._patch_options = wishes
     return made
 

@@ -301,7 +301,7 @@ class GpuStep:
                 continue
             # Another thread has just continued the same value: compute beside it
             for position in one.caches.values():
-                values[position] = Value(held[position].spec)  # type: ignore[index,union-attr]
+                values[position] = Value(held[position].spec)  # type: ignore[union-attr]
             return _validated(one, values, frozenset(), alike), {}
         return valid, places
 
@@ -354,7 +354,7 @@ class GpuStep:
         places: Mapping[int, DeviceValue],
     ) -> dict[str, DeviceBuffer]:
         gpu, call = self.gpu, valid.call
-        operands = {}
+        operands: dict[str, DeviceBuffer] = {}
         for operand, index in call.inputs.items():
             one = held[index]
             if one is not None:

@@ -7,6 +7,7 @@ rounded to the node's type: it is float32 until the output.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
