@@ -59,8 +59,8 @@ def _check(work: GqaWork, feeds: Mapping[str, np.ndarray], out: np.ndarray) -> N
     """MismatchError where the chain of one layer is wrong: nothing wrong is timed."""
     empty = np.zeros((work.batch, work.kv_heads, 0, work.head_size), work.dtype)
     values = [feeds["q"], feeds["k"], feeds["v"], feeds.get("pk0", empty), feeds.get("pv0", empty)]
-    values += [None] * 5 + [feeds.get("bias"), feeds.get("sink")]
-    error = gqa_error(work, values, out, np.random.default_rng(0))
+    others = [feeds.get("bias"), feeds.get("sink")]
+    error = gqa_error(work, [*values, *[None] * 5, *others], out, np.random.default_rng(0))
     if not error < MOST_ERROR:
         raise MismatchError(f"WRONG, relative error {error:.3g}")
 
