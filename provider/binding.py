@@ -57,12 +57,33 @@ class _Mirror:
 
 
 class SessionBinding(onnxruntime.IOBinding):
-    """ORT's binding, for a session that is all ORT's. Copied or pickled, it is one without bound
-    values, of the copied session; ORT's own cannot be."""
+    """ORT's binding, for a session that is all ORT's: what is to be on the device is on the CPU.
+
+    Copied or pickled, it is one without bound values, of the copied session; ORT's own cannot be.
+    """
 
     def __init__(self, session: Any):
         super().__init__(session)
         self._owner = session
+
+    def bind_ortvalue_input(self, name: str, ortvalue: Any) -> None:
+        """Bind an OrtValue, or a copy of a DeviceValue."""
+        if isinstance(ortvalue, DeviceValue):
+            ortvalue = onnxruntime.OrtValue.ortvalue_from_numpy(ortvalue.numpy())
+        super().bind_ortvalue_input(name, ortvalue)
+
+    def bind_output(
+        self,
+        name: str,
+        device_type: str = "cpu",
+        device_id: int = 0,
+        element_type: Any = None,
+        shape: Sequence[int] | None = None,
+        buffer_ptr: int | None = None,
+    ) -> None:
+        """Bind an output; device type "webgpu" means the CPU here."""
+        place = "cpu" if device_type == "webgpu" else device_type
+        super().bind_output(name, place, device_id, element_type, shape, buffer_ptr)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
         return type(self), (self._owner,)

@@ -321,6 +321,16 @@ class WebGPUSession(onnxruntime.InferenceSession):
             self._validate_input(list(feed))
         return names, self._intake.take(names, feed, self._output_names)
 
+    def bytes_moved(self) -> int:
+        """Bytes moved to and from this session's device by all sessions on it, since it was opened.
+
+        0 where nothing is offloaded.
+        """
+        if self._plan is None:
+            return 0
+        counters = self._plan.gpu.counters
+        return counters.bytes_up + counters.bytes_down
+
     # -- reports ---------------------------------------------------------------------------------
 
     def explain(self) -> Explanation:

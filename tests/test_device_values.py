@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper
 from session_helpers import MODEL, feeds, options
 
-from ort_webgpu import DeviceError, DeviceValue, InvalidInputError, WebGPUSession
+from ort_webgpu import DeviceError, DeviceLostError, DeviceValue, InvalidInputError, WebGPUSession
 
 PASTS = [f"past_key_values.{layer}.{part}" for layer in range(4) for part in ("key", "value")]
 PRESENTS = [name.replace("past_key_values", "present") for name in PASTS]
@@ -151,6 +151,17 @@ def test_value_of_another_device_is_refused(session, reference, adapter_names):
     # where there is no device, values of one are read back
     expected, _ = step(reference, feeds())
     np.testing.assert_array_equal(step(reference, given)[0], expected)
+
+
+def test_values_of_a_lost_device_say_so(session, monkeypatch):
+    _, pasts = step(session, feeds(), device_outputs=["present*"])
+    with monkeypatch.context() as patched:
+        patched.setattr(session._plan.gpu, "_lost", "made so by the test")
+        with pytest.raises(DeviceLostError, match="make a new session"):
+            pasts[PASTS[0]].numpy()
+        with pytest.raises(DeviceLostError, match="make a new session"):
+            step(session, following(feeds(), pasts, 4))
+    assert pasts[PASTS[0]].numpy().shape == (2, 2, 5, 32)
 
 
 def _shape_model() -> bytes:

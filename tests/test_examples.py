@@ -165,3 +165,17 @@ def test_embed_sentences_names_words_that_it_lacks():
     )
     assert done.returncode == 1
     assert done.stderr.strip().endswith("'the 犬 runs': the cut vocabulary lacks 犬")
+
+
+@pytest.mark.parametrize("place", ["llvmpipe", "none"])
+def test_cached_decoding_gives_the_same_tokens_each_way(place: str):
+    printed = run_example("cached_decoding.py", "--tokens", "8", adapter=place)
+    assert printed.count("same tokens") == 4 and "OTHER" not in printed
+
+
+@pytest.mark.peers
+def test_embed_dataset_patches_each_worker():
+    pytest.importorskip("ray")
+    printed = run_example("embed_dataset.py", "--rows", "48", adapter="swiftshader")
+    assert "48 embeddings of 384 numbers" in printed
+    assert "computed by WebGpuExecutionProvider\n" in printed

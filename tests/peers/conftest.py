@@ -1,4 +1,4 @@
-"""Tests with the real libraries: `pytest -m peers -W default tests/peers`, where they are installed.
+"""Tests with the real libraries: `pytest -m peers -W default tests/peers` where they are there.
 
 They run on SwiftShader alone: torch does not survive beside the LLVM of lavapipe.
 """

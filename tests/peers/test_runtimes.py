@@ -1,4 +1,4 @@
-"""Libraries that construct sessions in their own ways, on the committed decoder and on an encoder."""
+"""Libraries that construct sessions in ways of their own, on the committed decoder."""
 
 import pickle
 
