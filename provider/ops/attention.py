@@ -6,6 +6,7 @@ Operands and semantics are those of attention_core.
 from dataclasses import dataclass
 
 from ort_webgpu.ops.attention_core import (
+    MOST_SPLITS,
     SEQ_FIELDS,
     AttentionProblem,
     ComposedRoute,
@@ -14,6 +15,7 @@ from ort_webgpu.ops.attention_core import (
     constants,
     input_bindings,
     make_launch,
+    merged,
     output_bindings,
     sequences,
     shuffle_width,
@@ -165,9 +167,6 @@ class Flash(CoreRoute):
         return Parts((launch,))
 
 
-_MOST_SPLITS = 64
-
-
 class SplitK(CoreRoute):
     """Few query rows: the keys are dealt out to workgroups and the shares merged."""
 
@@ -227,7 +226,7 @@ class SplitK(CoreRoute):
         keys = p.max_keys if p.window < 0 else min(p.max_keys, p.window + p.q_len)
         groups = p.batch * p.kv_heads * -(-p.rows // self.rows(p, caps))
         target, least = (8, 64) if caps.software else (512, 128)
-        return max(1, min(-(-target // groups), keys // least, _MOST_SPLITS))
+        return max(1, min(-(-target // groups), keys // least, MOST_SPLITS))
 
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p = problem
@@ -246,23 +245,8 @@ class SplitK(CoreRoute):
         )
         if direct:
             return Parts((split,))
-        slots = p.batch * p.num_heads * p.q_len
-        lanes = 64 if caps.software else min(256, caps.workgroup_invocations)
-        merge = make_launch(
-            "attention_merge",
-            constants(p, SPLITS=_MOST_SPLITS, VP=min(lanes, 1 << (p.v4 - 1).bit_length())),
-            [
-                Binding("part_o", "vec4<f32>"),
-                Binding("part_ml", "vec2<f32>"),
-                Binding("seq", "i32"),
-                *output_bindings(p),
-            ],
-            lanes,
-            slots,
-            uniforms(p, splits=splits),
-        )
-        scratch = (("part_o", slots * splits * p.v4 * 16), ("part_ml", slots * splits * 8))
-        return Parts((split, merge), scratch)
+        merge = merged(p, caps, splits)
+        return Parts((split, *merge.launches), merge.scratch)
 
 
 class SplitKSubgroups(SplitK):

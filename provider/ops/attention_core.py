@@ -34,6 +34,8 @@ from ort_webgpu.wgsl.kernel import (
 )
 
 __all__ = [
+    "MOST_SPLITS",
+    "PARTIAL",
     "SEQ_FIELDS",
     "AttentionProblem",
     "ComposedRoute",
@@ -42,6 +44,7 @@ __all__ = [
     "constants",
     "input_bindings",
     "make_launch",
+    "merged",
     "output_bindings",
     "sequences",
     "shuffle_width",
@@ -312,6 +315,33 @@ def make_launch(
     """A launch whose operands are called like its bindings."""
     kernel = Kernel(template, given, tuple(bindings), _UNIFORMS, workgroup_size, features)
     return Launch(kernel, tuple((b.name, b.name) for b in bindings), workgroups, values)
+
+
+MOST_SPLITS = 64
+PARTIAL = (
+    Binding("part_o", "vec4<f32>", "read_write"),
+    Binding("part_ml", "vec2<f32>", "read_write"),
+)
+
+
+def merged(p: AttentionProblem, caps: Caps, splits: int) -> Parts:
+    """The launch that combines `splits` shares of the keys, and the scratch that holds them."""
+    slots = p.batch * p.num_heads * p.q_len
+    lanes = 64 if caps.software else min(256, caps.workgroup_invocations)
+    merge = make_launch(
+        "attention_merge",
+        constants(p, SPLITS=MOST_SPLITS, VP=min(lanes, 1 << (p.v4 - 1).bit_length())),
+        [
+            *(Binding(b.name, b.element) for b in PARTIAL),
+            Binding("seq", "i32"),
+            *output_bindings(p),
+        ],
+        lanes,
+        slots,
+        uniforms(p, splits=splits),
+    )
+    scratch = (("part_o", slots * splits * p.v4 * 16), ("part_ml", slots * splits * 8))
+    return Parts((merge,), scratch)
 
 
 def too_many_buffers(bindings: list[Binding], caps: Caps) -> Rejected | None:

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 
 from ort_webgpu.ops.attention_core import (
+    MOST_SPLITS,
+    PARTIAL,
     AttentionProblem,
     CoreRoute,
     Parts,
     constants,
     input_bindings,
     make_launch,
+    merged,
     output_bindings,
     too_many_buffers,
     uniforms,
@@ -91,26 +94,38 @@ class FlashMatrix(CoreRoute):
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p, tile = problem, self.tile(problem, caps)
         assert tile is not None
-        wide = {"q": "f16", "k": "vec4<u32>", "v": "vec4<u32>"}
-        bindings = [
-            Binding(b.name, wide.get(b.name, b.element), b.access)
-            for b in input_bindings(p) + output_bindings(p)
-        ]
         tiles = -(-p.q_len // (tile.rows // tile.heads))
         row_groups = p.group // tile.heads
+        workgroups = p.batch * p.kv_heads * row_groups * tiles
+        splits = self.splits(p, workgroups)
+        direct = splits == 1
         plain = not (p.softcap > 0 or p.bias_dtype or p.mask_width)
+        wide = {"q": "f16", "k": "vec4<u32>", "v": "vec4<u32>"}
+        bindings = [Binding(b.name, wide.get(b.name, b.element)) for b in input_bindings(p)]
         launch = make_launch(
             "attention_flash_matrix",
-            constants(p, D=p.head_size, BM=tile.rows, BN=tile.keys, HP=tile.heads),
-            bindings,
+            constants(p, D=p.head_size, BM=tile.rows, BN=tile.keys, HP=tile.heads, direct=direct),
+            [*bindings, *(output_bindings(p) if direct else PARTIAL)],
             _LANES,
-            p.batch * p.kv_heads * row_groups * tiles,
+            workgroups * splits,
             uniforms(
                 p,
                 tiles=tiles,
                 row_groups=row_groups,
+                splits=splits,
                 q_scale=p.scale * LOG2E if plain else p.scale,
             ),
             frozenset({"subgroups", "f16", "subgroup_matrix"}),
         )
-        return Parts((launch,))
+        if direct:
+            return Parts((launch,))
+        merge = merged(p, caps, splits)
+        return Parts((launch, *merge.launches), merge.scratch)
+
+    @staticmethod
+    def splits(p: AttentionProblem, workgroups: int) -> int:
+        """Shares of the keys that fill a device of 132 processors, none under 512 keys."""
+        keys = p.max_keys if p.window < 0 else min(p.max_keys, p.window + p.q_len)
+        if p.packed_rows or workgroups >= 132:
+            return 1
+        return max(1, min(-(-264 // workgroups), keys // 512, MOST_SPLITS))
