@@ -1,6 +1,8 @@
 """The examples run, and their decode loop is right."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = EXAMPLES / "model"
+README = EXAMPLES.parent / "README.md"
 
 
 @pytest.fixture
@@ -179,3 +182,50 @@ def test_embed_dataset_patches_each_worker():
     printed = run_example("embed_dataset.py", "--rows", "48", adapter="swiftshader")
     assert "48 embeddings of 384 numbers" in printed
     assert "computed by WebGpuExecutionProvider\n" in printed
+
+
+def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: str):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.S)
+    assert blocks
+    for name in ("model.onnx", "model.onnx.data"):
+        shutil.copy(MODEL / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ORT_WEBGPU_ADAPTER", adapter)
+    prompt = {"input_ids": np.array([[5, 6, 7]]), "attention_mask": np.ones((1, 3), np.int64)}
+    pasts = {f"past_key_values.{i}.{kind}" for i in range(4) for kind in ("key", "value")}
+    empty = dict.fromkeys(pasts, np.zeros((1, 2, 0, 32), np.float32))
+    names = {"feeds": {**prompt, **empty}, "prompt_feeds": prompt}
+    plain = onnxruntime.InferenceSession("model.onnx").run(None, names["feeds"])
+    try:
+        for block in blocks:
+            exec(block, names)
+        patched = onnxruntime.InferenceSession("model.onnx")
+        assert isinstance(patched, names["WebGPUSession"])
+    finally:
+        names["ort_webgpu"].unpatch_onnxruntime()
+    np.testing.assert_allclose(names["logits"], plain[0], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(names["first_present"], plain[1], rtol=0, atol=1e-5)
+    bound = names["binding"].copy_outputs_to_cpu()
+    np.testing.assert_allclose(bound[0], plain[0], rtol=0, atol=1e-4)
+    assert names["branch"].length == 3
+
+
+def test_the_readme_names_every_command_and_operator():
+    from ort_webgpu.cli import app
+    from ort_webgpu.ops import OPS
+
+    text = README.read_text("utf-8")
+    commands = {one.name or one.callback.__name__ for one in app.registered_commands}
+    assert set(re.findall(r"^\| `ort-webgpu (\w+)", text, re.M)) == commands
+    assert all(op_type in text for _, op_type in OPS)
+    named = set(re.findall(r"\((examples/\S+?|[A-Z]\w+\.md)\)", text))
+    assert all((README.parent / path).exists() for path in named)
+
+
+def test_every_route_is_in_the_readme():
+    from ort_webgpu.ops import OPS
+
+    text = README.read_text("utf-8")
+    wanted = {r.name for spec in OPS.values() for r in spec.routes if not r.forced_only}
+    told = {name for name in wanted if f"`{name}`" in text or name.startswith("matrix_staged_")}
+    assert told == wanted
