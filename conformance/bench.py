@@ -135,6 +135,8 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
             ticker.start(f"{peer.key}")
             figures = run_peer(peer, main_works, gpu.info.software, ticker.start)
             record["peers"] += [asdict(figure) for figure in figures]
+    if hasattr(os, "getloadavg"):
+        record["host"]["load"] = round(os.getloadavg()[0], 1)
     record["seconds"] = round(time.monotonic() - began)
     return record
 

@@ -294,7 +294,8 @@ def _facts(record: Record) -> list[str]:
     lines = [
         f"{record['date']}, {record['seconds']} s: `{record['command']}`",
         f"Adapter {about['name']}, {about['api']}, driver {about['driver']}; host"
-        f" {host['platform']}, {host['cores']} cores, Python {host['python']}",
+        f" {host['platform']}, {host['cores']} cores (load {host.get('load', 'unknown')}), Python"
+        f" {host['python']}",
         versions,
     ]
     mean = _geometric_mean(record)
