@@ -311,8 +311,8 @@ class SplitKSubgroups(SplitK):
         return size, {"LPK": lanes, "UPL": units, "KB": ahead, "peel": not caps.software}
 
 
-#: In order of preference; the last takes everything. The materialized form comes behind flash: on an
-#: H200 it took twice flash's time (prefill of 2048, head size 256) or more (conformance/RESULTS.md).
+#: In order of preference; the last takes everything. The materialized form comes behind flash: on
+#: an H200 it took twice flash's time or more (prefill of 2048, head sizes 128 and 256).
 CORE_ROUTES: tuple[CoreRoute, ...] = (
     FlashMatrix(),
     SplitKSubgroups(),
