@@ -112,7 +112,7 @@ def median_seconds(call: Callable[[], Any], budget: float = BUDGET) -> float:
     call()
     first = time.perf_counter() - start
     found: list[float] = []
-    while len(found) < MOST_RUNS and (not found or sum(found) + first < budget):
+    while len(found) < MOST_RUNS and (len(found) < 2 or sum(found) + first < budget):
         start = time.perf_counter()
         call()
         found.append(time.perf_counter() - start)

@@ -28,6 +28,8 @@ MOST_DISPATCHES = 3000  # of one submit
 SOFTWARE_BUDGET = 1.5e9  # nanoseconds of measuring on an adapter that is the CPU
 LONG = 0.3  # seconds of a node from which its parts are not timed apart
 CACHE_BYTES = 128 << 20  # data sets of a timing together exceed this
+SOFTWARE_CACHE_BYTES = 32 << 20
+MOST_SETS = 32  # tiny works stay in the cache: more sets would cost more than they tell
 MOST_ERROR = 2e-3  # relative, of an output that may be timed
 
 
@@ -177,9 +179,8 @@ def _data_sets(gpu: Gpu, work: Work, call: Call, sample: Sample) -> list[dict[st
     """
     values = sample.values
     one_set = sum(v.nbytes for v in values if v is not None)
-    count = 1 + int(CACHE_BYTES // max(one_set, 1)) if work.repeated_data else 1
-    if gpu.caps.software:
-        count = min(count, 2)
+    beyond = SOFTWARE_CACHE_BYTES if gpu.caps.software else CACHE_BYTES
+    count = min(MOST_SETS, 1 + beyond // max(one_set, 1)) if work.repeated_data else 1
     shared = {name: gpu.upload(array) for name, array in call.arrays.items()}
     shared |= {
         output.operand: gpu.allocate(output.spec.nbytes)
