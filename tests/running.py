@@ -7,7 +7,9 @@ import pytest
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from ort_webgpu.conformance.case import OPERATORS, Case, RejectCase
-from ort_webgpu.device import DeviceBuffer, Gpu
+from ort_webgpu.conformance.checks import compare_outputs
+from ort_webgpu.conformance.oracles import numpy_oracle
+from ort_webgpu.device import DeviceBuffer, Gpu, open_gpu
 from ort_webgpu.graph_tools.nodes import Node
 from ort_webgpu.ops import OPS
 from ort_webgpu.ops.spec import Call, Caps, OpSpec, Rejected, Route, TensorSpec, Value
@@ -80,6 +82,20 @@ def run_route(
     names = OPERATORS[case.op_type][1]
     assert len(results) == sum(case.wanted), f"{case.name}: outputs {names}"
     return [results[index] for index in sorted(results)]
+
+
+def check_routes(case: Case, adapter: str, backend: str = "wgpu") -> list[str]:
+    """Every accepting route: right, and the same bits again over other garbage."""
+    gpu = open_gpu(adapter, backend)
+    assert gpu is not None
+    names = []
+    for route in accepting(case, gpu):
+        outputs = run_route(case, gpu, route)
+        compare_outputs(outputs, numpy_oracle(case), case)
+        again = run_route(case, gpu, route, poison=0x3B)
+        assert all(np.array_equal(a, b) for a, b in zip(outputs, again, strict=True)), route.name
+        names.append(route.name)
+    return names
 
 
 def _guarded(case: Case, gpu: Gpu, output, poison: int) -> DeviceBuffer:

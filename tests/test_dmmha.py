@@ -5,14 +5,13 @@ import json
 import numpy as np
 import onnxruntime
 import pytest
-from running import accepting, call_of, run_route, spec_of
+from running import call_of, check_routes, spec_of
 
 from ort_webgpu import InvalidInputError, NoAdapterError, WebGPUSession
 from ort_webgpu.conformance.cases import corpus, rejections
 from ort_webgpu.conformance.cases_dmmha import DmmhaConfig
 from ort_webgpu.conformance.checks import check_rejected, compare_outputs
 from ort_webgpu.conformance.oracles import numpy_oracle
-from ort_webgpu.device import open_gpu
 from ort_webgpu.ops.spec import Caps, Rejected
 
 OP = "DecoderMaskedMultiHeadAttention"
@@ -25,19 +24,6 @@ SMALL = [
     DmmhaConfig(kind="cross", length=33, dtype="f16", mask="full", qk="f32", share=True),
     DmmhaConfig(kind="cross", length=1, heads=3, groups=2, scale=-0.8),
 ]
-
-
-def check_routes(case, adapter, backend="wgpu"):
-    """Every accepting route: right, and the same bits again over other garbage."""
-    gpu = open_gpu(adapter, backend)
-    names = []
-    for route in accepting(case, gpu):
-        outputs = run_route(case, gpu, route)
-        compare_outputs(outputs, numpy_oracle(case), case)
-        again = run_route(case, gpu, route, poison=0x3B)
-        assert all(np.array_equal(a, b) for a, b in zip(outputs, again, strict=True)), route.name
-        names.append(route.name)
-    return names
 
 
 @pytest.mark.parametrize("config", SMALL, ids=DmmhaConfig.name)

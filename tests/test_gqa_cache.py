@@ -12,7 +12,7 @@ from ort_webgpu.conformance.cases_gqa import GqaConfig, rotary_tables
 from ort_webgpu.conformance.checks import check_rejected
 from ort_webgpu.conformance.oracle_ort import run_on_ort
 from ort_webgpu.device import Gpu, open_gpu
-from ort_webgpu.ops.group_query_attention import GqaProblem
+from ort_webgpu.ops.gqa_problem import GqaProblem
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected, Route
 from ort_webgpu.wgsl.kernel import Program
 

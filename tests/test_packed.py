@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from running import accepting, call_of, run_route, spec_of
+from running import accepting, call_of, check_routes, run_route, spec_of
 
 from ort_webgpu import InvalidInputError, NoAdapterError, WebGPUSession
 from ort_webgpu.conformance.case import Case
@@ -30,19 +30,6 @@ SMALL = [
     PackedConfig(op="mha_packed", lengths=(1, 1, 6), head_size=5, scale=1.3),
     PackedConfig(op="mha_packed", lengths=(16, 40), dtype="f16", head_size=32),
 ]
-
-
-def check_routes(case, adapter, backend="wgpu"):
-    """Every accepting route: right, and the same bits again over other garbage."""
-    gpu = open_gpu(adapter, backend)
-    names = []
-    for route in accepting(case, gpu):
-        outputs = run_route(case, gpu, route)
-        compare_outputs(outputs, numpy_oracle(case), case)
-        again = run_route(case, gpu, route, poison=0x3B)
-        assert all(np.array_equal(a, b) for a, b in zip(outputs, again, strict=True)), route.name
-        names.append(route.name)
-    return names
 
 
 @pytest.mark.parametrize("config", SMALL, ids=PackedConfig.name)
