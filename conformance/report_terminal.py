@@ -19,7 +19,7 @@ def print_comparison(comparison: Comparison, console: Console, verbose: bool = F
     Each output and node is shown in its worst step, with `verbose` in every one.
     """
     console.print(f"{comparison.candidate}  against  {comparison.reference}", highlight=False)
-    console.print(_outputs(comparison, verbose))
+    console.print(_outputs(comparison, verbose, console.width))
     for step in comparison.steps:
         if step.changing:
             console.print(
@@ -40,13 +40,18 @@ def print_comparison(comparison: Comparison, console: Console, verbose: bool = F
     console.print(f"{verdict}  {good} of {len(comparison.steps)} steps")
 
 
-def _outputs(comparison: Comparison, verbose: bool) -> Table:
+_NUMBERS = ("max abs", "at", "mean", "p99", "max rel", "ulp", "cosine", "top-k")
+_NARROW = ("max abs", "max rel", "top-k")  # what a terminal of 80 columns has room for
+
+
+def _outputs(comparison: Comparison, verbose: bool, width: int) -> Table:
+    headings = _NUMBERS if width >= 130 else _NARROW
     table = Table("step", title="outputs", title_justify="left")
-    table.add_column("output", overflow="fold")
-    table.add_column("shape", no_wrap=True)
-    for heading in ("max abs", "at", "mean", "p99", "max rel", "ulp", "cosine", "top-k"):
+    table.add_column("output", overflow="fold", min_width=12)
+    table.add_column("shape", overflow="fold")
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=heading != "top-k")
-    table.add_column("verdict", overflow="fold")
+    table.add_column("verdict", overflow="fold", min_width=7)
     rows = [(f"{s.iteration}.{s.step}", output) for s in comparison.steps for output in s.outputs]
     if not verbose:
         worst: dict[str, tuple[str, Difference]] = {}
@@ -55,7 +60,9 @@ def _outputs(comparison: Comparison, verbose: bool) -> Table:
                 worst[row[1].name] = row
         rows = list(worst.values())
     for number, output in rows:
-        table.add_row(number, output.name, str(list(output.expected[1])), *_numbers(output))
+        *numbers, verdict = _numbers(output)
+        shown = [n for heading, n in zip(_NUMBERS, numbers, strict=True) if heading in headings]
+        table.add_row(number, output.name, str(list(output.expected[1])), *shown, verdict)
     return table
 
 
