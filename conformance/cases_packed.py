@@ -148,6 +148,19 @@ _MULTI_HEAD: dict[str, Sequence[Any]] = {
 }
 
 
+# Seeded bugs in how padded groups of four are numbered live until head sizes leave every remainder,
+# and groups of V do not divide those of Q and K.
+_ODD = tuple(
+    {"op": op, "lengths": (7, 0, 18), "head_size": size, "v_head_size": width, "heads": 2}
+    for op, size, width in (
+        ("attention", 5, 12),
+        ("attention", 7, 20),
+        ("attention", 8, 12),
+        ("mha", 7, 12),
+    )
+)
+
+
 def generated_packed_cases(level: str) -> list[Case]:
     """Covering arrays of both attention operators, and the two padding operators."""
     cases: dict[str, Case] = {}
@@ -157,6 +170,9 @@ def generated_packed_cases(level: str) -> list[Case]:
                 config = PackedConfig(**row)
                 seed = 60_000 + 2000 * part + 300 * rotation + i
                 cases.setdefault(config.name(), config.case(seed))
+    for i, odd in enumerate(_ODD):
+        config = PackedConfig(**odd)  # type: ignore[arg-type]
+        cases.setdefault(config.name(), config.case(69_000 + i))
     return [*cases.values(), *_padding_cases()]
 
 

@@ -84,6 +84,8 @@ _OTHERS_ROW = (
     "the row that it goes on to write is the next sequence's, which the next workgroups write"
     " again: wrong only where workgroups run in another order"
 )
+_BEYOND_X = "tokens that do not exist are not written, and beyond the depth w is zero"
+_PADDING_OF_V = " columns of V beyond its width are never written out"
 EXPLAINED: dict[tuple[str, str, str], str] = {
     (
         "attention_common",
@@ -95,6 +97,51 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "greater for greater or equal",
         "if (i32(first / {{ GROUP }}u) >= seq_at(b, 1u)) { return; }",
     ): _OTHERS_ROW,
+    (
+        "gemm",
+        "less or equal for less",
+        "for (var start = 0u; start < u.depth; start += {{ BK }}u) {",
+    ): "one more step, of zeros",
+    (
+        "gemm",
+        "less or equal for less",
+        "if (d < u.depth) { value = w_four(d * {{ COLUMNS }}u + loaded.column, loaded.count); }",
+    ): "beyond the depth x is zero",
+    (
+        "gemm",
+        "less or equal for less",
+        "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d, u.depth - d); }",
+    ): _BEYOND_X,
+    (
+        "gemm",
+        "or for and",
+        "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d, u.depth - d); }",
+    ): _BEYOND_X,
+    (
+        "gemm",
+        "plus for minus",
+        "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d, u.depth - d); }",
+    ): _BEYOND_X,
+    (
+        "packed_place",
+        "less or equal for less",
+        "if (g < {{ 2 * N * H4 }}u) {",
+    ): "the first group of V either way; only its count differs, and" + _PADDING_OF_V,
+    (
+        "packed_place",
+        "max for min",
+        "p.count = min(4u, {{ V }}u - 4u * p.group);",
+    ): "the count only says what fills the padding, and" + _PADDING_OF_V,
+    (
+        "packed_place",
+        "plus for minus",
+        "p.count = min(4u, {{ V }}u - 4u * p.group);",
+    ): "the count only says what fills the padding, and" + _PADDING_OF_V,
+    (
+        "packed_place",
+        "greater or equal for greater",
+        "if (count > 0u) { x.x = {{ name }}_at(at); }",
+    ): "a group has at least one element",
     (
         "attention_serial",
         "greater for greater or equal",
