@@ -84,6 +84,9 @@ _OTHERS_ROW = (
     "the row that it goes on to write is the next sequence's, which the next workgroups write"
     " again: wrong only where workgroups run in another order"
 )
+_LOADS_X = (
+    "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d, u.depth - d); }"
+)
 _BEYOND_X = "tokens that do not exist are not written, and beyond the depth w is zero"
 _PADDING_OF_V = " columns of V beyond its width are never written out"
 EXPLAINED: dict[tuple[str, str, str], str] = {
@@ -110,17 +113,17 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
     (
         "gemm",
         "less or equal for less",
-        "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d, u.depth - d); }",
+        _LOADS_X,
     ): _BEYOND_X,
     (
         "gemm",
         "or for and",
-        "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d, u.depth - d); }",
+        _LOADS_X,
     ): _BEYOND_X,
     (
         "gemm",
         "plus for minus",
-        "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d, u.depth - d); }",
+        _LOADS_X,
     ): _BEYOND_X,
     (
         "packed_place",
