@@ -118,6 +118,15 @@ def _overflow() -> Iterator[Case]:
             query=filled,
             key=filled.copy(),
         )
+    infinite = GqaConfig(phase="decode", head_size=32, cache="int8").case(81)
+    key = infinite.require("key").copy()
+    key[0, 0, 3], key[0, 0, 5] = -np.inf, np.inf
+    yield replace(
+        infinite,
+        name="gqa-f32-int8-infinite-key",
+        source="seeded bug: an infinity quantized as NaN is",
+        inputs=(infinite.inputs[0], key, *infinite.inputs[2:]),
+    )
     for new, past in ((5, None), (1, 9)):
         for dtype in (np.float32, np.float16):
             label = "f16" if dtype == np.float16 else "f32"

@@ -1,5 +1,6 @@
 """A session in a process of its own, over a pipe: `worker.py` is what runs there."""
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -71,7 +72,9 @@ class Host:
         """End the process."""
         process = self._process
         if process.stdin and not process.stdin.closed:
-            process.stdin.close()
+            # a request that the dead process never read cannot be flushed; the file closes anyway
+            with contextlib.suppress(OSError):
+                process.stdin.close()
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
