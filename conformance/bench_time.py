@@ -88,14 +88,6 @@ class Timing:
         times = self.main.times
         return (times.high - times.low) / times.median
 
-    @property
-    def tflops(self) -> float:
-        return self.main.part.flops / self.attention / 1e12
-
-    @property
-    def terabytes(self) -> float:
-        return self.main.part.bytes / self.attention / 1e12
-
 
 def seconds_of(gpu: Gpu, programs: Recorded) -> Times:
     """Seconds of device time of `programs`, once through."""

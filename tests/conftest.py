@@ -6,8 +6,11 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
+from session_helpers import MODEL, options
 
+from ort_webgpu import WebGPUSession
 from ort_webgpu.device import adapters
 
 REPOSITORY = Path(__file__).parents[1]
@@ -62,3 +65,26 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 def _seed(request: pytest.FixtureRequest) -> int:
     # hash() of a string differs from process to process
     return zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture(scope="module")
+def software(adapter_names) -> str:
+    if not adapter_names:
+        pytest.skip("no adapter at all; sh tests/run.sh sets software ones up")
+    return adapter_names[0]
+
+
+@pytest.fixture
+def make(software):
+    """Sessions on one adapter, with one CPU thread; arguments as WebGPUSession's."""
+
+    def session(source=MODEL, sess_options=None, *args, **kwargs) -> WebGPUSession:
+        kwargs.setdefault("adapter", software)
+        return WebGPUSession(source, sess_options or options(), *args, **kwargs)
+
+    return session
+
+
+@pytest.fixture(scope="module")
+def theirs() -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(MODEL, options(), providers=["CPUExecutionProvider"])

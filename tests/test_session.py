@@ -23,31 +23,8 @@ from ort_webgpu import NoAdapterError, WebGPUSession
 
 
 @pytest.fixture(scope="module")
-def software(adapter_names) -> str:
-    if not adapter_names:
-        pytest.skip("no adapter at all; sh tests/run.sh sets software ones up")
-    return adapter_names[0]
-
-
-@pytest.fixture
-def make(software):
-    """Sessions on one adapter, with one CPU thread; arguments as WebGPUSession's."""
-
-    def session(source=MODEL, sess_options=None, *args, **kwargs) -> WebGPUSession:
-        kwargs.setdefault("adapter", software)
-        return WebGPUSession(source, sess_options or options(), *args, **kwargs)
-
-    return session
-
-
-@pytest.fixture(scope="module")
 def ours(software) -> WebGPUSession:
     return WebGPUSession(MODEL, options(), adapter=software)
-
-
-@pytest.fixture(scope="module")
-def theirs() -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(MODEL, options(), providers=["CPUExecutionProvider"])
 
 
 def describe(args) -> list:

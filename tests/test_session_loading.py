@@ -9,31 +9,6 @@ import pytest
 from onnx import TensorProto, helper
 from session_helpers import BOTH, MODEL, feeds, options, outcome, same
 
-from ort_webgpu import WebGPUSession
-
-
-@pytest.fixture(scope="module")
-def software(adapter_names) -> str:
-    if not adapter_names:
-        pytest.skip("no adapter at all; sh tests/run.sh sets software ones up")
-    return adapter_names[0]
-
-
-@pytest.fixture
-def make(software):
-    """Sessions on one adapter, with one CPU thread; arguments as WebGPUSession's."""
-
-    def session(source=MODEL, sess_options=None, *args, **kwargs) -> WebGPUSession:
-        kwargs.setdefault("adapter", software)
-        return WebGPUSession(source, sess_options or options(), *args, **kwargs)
-
-    return session
-
-
-@pytest.fixture(scope="module")
-def theirs() -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(MODEL, options(), providers=["CPUExecutionProvider"])
-
 
 def test_bytes_find_their_data_where_ort_does(make, monkeypatch, tmp_path, theirs):
     data = MODEL.read_bytes()

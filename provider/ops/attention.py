@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ort_webgpu.ops.attention_core import (
     MOST_SPLITS,
+    PARTIAL,
     SEQ_FIELDS,
     AttentionProblem,
     ComposedRoute,
@@ -126,16 +127,7 @@ class Flash(CoreRoute):
         if problem.qk:
             return Rejected("writes no output_qk; the split-K and serial routes do")
         bindings = input_bindings(problem) + output_bindings(problem)
-        return (
-            too_many_buffers(bindings, caps)
-            or self._few_rows(problem)
-            or self._no_tile(problem, caps)
-            or Accepted()
-        )
-
-    @staticmethod
-    def _few_rows(p: AttentionProblem) -> Rejected | None:
-        return None
+        return too_many_buffers(bindings, caps) or self._no_tile(problem, caps) or Accepted()
 
     def _no_tile(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
         if self.tile(p, caps) is None:
@@ -203,11 +195,7 @@ class SplitK(CoreRoute):
         return self.splits(p, caps) == 1
 
     def _bindings(self, p: AttentionProblem, direct: bool) -> list[Binding]:
-        partial = [
-            Binding("part_o", "vec4<f32>", "read_write"),
-            Binding("part_ml", "vec2<f32>", "read_write"),
-        ]
-        bindings = input_bindings(p, self.wide) + (output_bindings(p) if direct else partial)
+        bindings = input_bindings(p, self.wide) + (output_bindings(p) if direct else [*PARTIAL])
         if p.qk:
             bindings.append(Binding("qk_out", "f32", "read_write"))
         return bindings

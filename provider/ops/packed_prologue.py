@@ -4,6 +4,7 @@ Both write the same rows (packed_place.wgsl.j2): queries float32 [token][head], 
 scale; keys and values `kv_dtype` [head][token]; each row padded with zeros to groups of four.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ort_webgpu.ops.attention import Parts
@@ -130,19 +131,25 @@ class Projection:
 
     def parts(self, caps: Caps) -> Parts:
         """The launch and what it writes."""
-        rows, tile = self.rows, self.tile(caps)
-        x_aligned = self.depth % 4 == 0
+        tile = self.tile(caps)
+        own = {"RL": tile.rl, "CL": tile.cl, "TM": tile.tm, "TN": tile.tn, "BK": tile.bk}
+        columns = -(-self.rows.groups // (tile.cl * tile.tn))
+        return self._parts("gemm", own, columns, tile.rl * tile.tm, tile.rl * tile.cl)
+
+    def _parts(
+        self,
+        template: str,
+        own: Mapping[str, Constant],
+        column_tiles: int,
+        tile_tokens: int,
+        lanes: int,
+        features: frozenset[str] = frozenset(),
+    ) -> Parts:
+        """The launch of `template`, whose tiles cover `column_tiles` times `tile_tokens` tokens."""
+        rows, x_aligned = self.rows, self.depth % 4 == 0
         kernel = Kernel(
-            "gemm",
-            rows.constants(
-                x_aligned=x_aligned,
-                w_aligned=rows.aligned,
-                RL=tile.rl,
-                CL=tile.cl,
-                TM=tile.tm,
-                TN=tile.tn,
-                BK=tile.bk,
-            ),
+            template,
+            rows.constants(x_aligned=x_aligned, w_aligned=rows.aligned, **own),
             (
                 Binding("x", rows.element(x_aligned)),
                 Binding("w", rows.element(rows.aligned)),
@@ -150,16 +157,17 @@ class Projection:
                 *rows.outputs(),
             ),
             (("tokens", "u32"), ("depth", "u32"), ("column_tiles", "u32"), ("scale", "f32")),
-            tile.rl * tile.cl,
+            lanes,
+            features,
         )
         launch = Launch(
             kernel,
             (("x", "input"), ("w", "weights"), ("bias", "qkv_bias"), *OUTPUTS),
-            tile.workgroups(rows),
+            column_tiles * -(-rows.tokens // tile_tokens),
             (
                 ("tokens", rows.tokens),
                 ("depth", self.depth),
-                ("column_tiles", -(-rows.groups // (tile.cl * tile.tn))),
+                ("column_tiles", column_tiles),
                 ("scale", rows.scale),
             ),
         )
@@ -233,48 +241,28 @@ class MatrixProjection(Projection):
         return None
 
     def parts(self, caps: Caps) -> Parts:
-        rows, tile = self.rows, self._tile(caps)
+        tile = self._tile(caps)
         assert tile is not None
         lanes = caps.subgroup_min if self.native else 32
-        x_aligned = self.depth % 4 == 0
-        column_tiles = -(-4 * rows.groups // tile.bn)
         features = {"subgroup_matrix", "subgroups"} | ({"f16"} if self._half else set())
-        kernel = Kernel(
+        own: dict[str, Constant] = {
+            "BM": tile.bm,
+            "BN": tile.bn,
+            "BK": tile.bk,
+            "PAD": 8 if self._half else 4,
+            "SG": lanes,
+            "TILE": 16 if self._half else 8,
+            "native": self.native,
+            "operand": "f16" if self._half else "f32",
+        }
+        return self._parts(
             "gemm_matrix",
-            rows.constants(
-                x_aligned=x_aligned,
-                w_aligned=rows.aligned,
-                BM=tile.bm,
-                BN=tile.bn,
-                BK=tile.bk,
-                PAD=8 if self._half else 4,
-                SG=lanes,
-                TILE=16 if self._half else 8,
-                native=self.native,
-                operand="f16" if self._half else "f32",
-            ),
-            (
-                Binding("x", rows.element(x_aligned)),
-                Binding("w", rows.element(rows.aligned)),
-                Binding("bias", rows.element(rows.aligned)),
-                *rows.outputs(),
-            ),
-            (("tokens", "u32"), ("depth", "u32"), ("column_tiles", "u32"), ("scale", "f32")),
+            own,
+            -(-4 * self.rows.groups // tile.bn),
+            tile.bm,
             4 * lanes,
             frozenset(features) if self.native else frozenset(),
         )
-        launch = Launch(
-            kernel,
-            (("x", "input"), ("w", "weights"), ("bias", "qkv_bias"), *OUTPUTS),
-            column_tiles * -(-rows.tokens // tile.bm),
-            (
-                ("tokens", rows.tokens),
-                ("depth", self.depth),
-                ("column_tiles", column_tiles),
-                ("scale", rows.scale),
-            ),
-        )
-        return Parts((launch,), rows.scratch)
 
 
 @dataclass(frozen=True)
