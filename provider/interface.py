@@ -62,10 +62,12 @@ def _session(factory: SegmentFactory, original: Any, dims: dict[str, int]) -> An
         graph.initializer.extend(sub.proto.graph.initializer)
         factory.hand_over(options, sub.weights)
     _constants(graph)
+    made = set(reported)  # a graph may list an output twice
     for position, arg in enumerate(original.outputs_meta):
         kind = type_from_node_arg(arg.type, [dims.get(dim, dim) for dim in arg.shape])
         graph.output.add(name=arg.name).type.CopyFrom(kind)
-        if arg.name not in reported:
+        if arg.name not in made:
+            made.add(arg.name)
             graph.node.extend(_producer(kind, arg.name, position))
     session = _ort.InferenceSession(options, proto.SerializeToString(), False, False)
     session.initialize_session(list(factory.providers), list(factory.provider_options), set())

@@ -57,6 +57,16 @@ def test_interface_is_that_of_the_model(ours, theirs):
         assert getattr(ours.get_modelmeta(), field) == getattr(theirs.get_modelmeta(), field)
 
 
+def test_output_that_a_graph_lists_twice(make):
+    """As ORT's own test_gqa_cpu.py does with the presents of a prompt."""
+    model = onnx.load(MODEL)
+    model.graph.output.append(model.graph.output[1])
+    session = make(model.SerializeToString(), options())
+    reference = onnxruntime.InferenceSession(model.SerializeToString(), options())
+    assert describe(session.get_outputs()) == describe(reference.get_outputs())
+    same(session.run(None, feeds()), reference.run(None, feeds()))
+
+
 def test_metadata_of_the_original_survives(make):
     proto = onnx.load(MODEL, load_external_data=False)
     proto.model_version, proto.doc_string, proto.domain = 7, "about", "here"
