@@ -12,6 +12,7 @@ from ort_webgpu.errors import NotOffloadedError
 from ort_webgpu.graph_tools import Node
 from ort_webgpu.ops.spec import (
     Call,
+    Caps,
     OpSpec,
     Output,
     Rejected,
@@ -19,7 +20,9 @@ from ort_webgpu.ops.spec import (
     Route,
     TensorSpec,
     Value,
+    pick,
 )
+from ort_webgpu.ops.tuned import Finding, milliseconds
 from ort_webgpu.profiling import DeviceEvents
 from ort_webgpu.segments import Segment
 from ort_webgpu.values import DeviceValue, Held, Rows, to_host
@@ -33,24 +36,29 @@ Launchable = tuple[Program, Mapping[str, DeviceBuffer]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The route that runs `problem`, and why those before it do not. No route: none accepts."""
+    """The route that runs `problem`, and why those before it do not. No route: none accepts.
+
+    `finding` is the measurement that put it first, None where a rule did.
+    """
 
     problem: Any
     route: Route | None
     program: Program | None
     rejected: dict[str, str]
+    finding: Finding | None = None
 
 
 class Chooser:
     """Picks routes, and remembers what it picked for equal problems.
 
-    `forced` maps operator types or node names to the only route that may run them.
+    `forced` maps operator types or node names to the only route that may run them. `caps` are the
+    device's own, with what was measured on it where the session wants that.
     """
 
     _LIMIT = 1024
 
-    def __init__(self, gpu: Gpu, forced: Mapping[str, str]):
-        self._gpu = gpu
+    def __init__(self, gpu: Gpu, forced: Mapping[str, str], caps: Caps | None = None):
+        self.caps = caps or gpu.caps
         self._forced = dict(forced)
         self._choices: dict[tuple, Choice] = {}
 
@@ -85,25 +93,26 @@ class Chooser:
         for route in spec.routes:
             if choice.route is not None and route.name == choice.route.name:
                 continue
-            verdict = route.check(choice.problem, self._gpu.caps)
+            verdict = route.check(choice.problem, self.caps)
             if isinstance(verdict, Rejected):
                 reasons[route.name] = verdict.reason
             elif route.forced_only:
                 reasons[route.name] = "runs only where routes= names it"
             elif choice.route is not None and route.name not in choice.rejected:
-                reasons[route.name] = f"would do; {choice.route.name} comes before it"
+                reasons[route.name] = f"would do; {_why_later(route, choice)}"
         return reasons
 
     def _decide(self, spec: OpSpec, problem: Any, forced: str | None) -> Choice:
-        rejected: dict[str, str] = {}
-        for route in spec.routes:
-            if route.name != forced if forced else route.forced_only:
-                continue
-            verdict = route.check(problem, self._gpu.caps)
-            if not isinstance(verdict, Rejected):
-                return Choice(problem, route, route.program(problem, self._gpu.caps), rejected)
-            rejected[route.name] = verdict.reason
-        return Choice(problem, None, None, rejected)
+        picked = pick(spec.routes, problem, self.caps, forced)
+        program = picked.route.program(problem, self.caps) if picked.route else None
+        return Choice(problem, picked.route, program, picked.rejected, picked.finding)
+
+
+def _why_later(route: Route, choice: Choice) -> str:
+    times = dict(choice.finding.times) if choice.finding else {}
+    if route.measured_as in times:
+        return f"measured {milliseconds(times[route.measured_as])}"
+    return f"{choice.route.name} comes before it"  # type: ignore[union-attr]
 
 
 @dataclass

@@ -3,7 +3,8 @@
 Operands and semantics are those of attention_core.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 
 from ort_webgpu.ops.attention_core import (
     MOST_SPLITS,
@@ -130,15 +131,15 @@ class Flash(CoreRoute):
         return too_many_buffers(bindings, caps) or self._no_tile(problem, caps) or Accepted()
 
     def _no_tile(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
-        if self.tile(p, caps) is None:
+        if next(self._fitting(p, caps), None) is None:
             return Rejected(
                 f"no tile for head sizes {p.head_size} and {p.v_head_size} fits"
                 f" {caps.workgroup_memory} bytes of workgroup memory"
             )
         return None
 
-    def tile(self, p: AttentionProblem, caps: Caps) -> FlashTile | None:
-        """The first geometry that fits the device and the problem."""
+    def _fitting(self, p: AttentionProblem, caps: Caps) -> Iterator[FlashTile]:
+        """The geometries that fit the device and the problem, best first by rule."""
         large = caps.software and p.rows >= _SOFTWARE_ROWS
         for tile in (_SOFTWARE_TILE, *_FLASH_TILES) if large else _FLASH_TILES:
             if (
@@ -148,12 +149,23 @@ class Flash(CoreRoute):
                 and (tile.registers(p) <= 96 or tile is _SOFTWARE_TILE)
                 and (tile.rl * tile.rpt <= max(32, 2 * p.rows))
             ):
-                return tile
-        return None
+                yield tile
+
+    def tile(self, p: AttentionProblem, caps: Caps) -> FlashTile:
+        """The geometry that was measured to be best, else the first that fits."""
+        tuned = self.tuned(p, caps)
+        first = next(self._fitting(p, caps))
+        if tuned is None:
+            return first
+        return next((tile for tile in self._fitting(p, caps) if astuple(tile) == tuned), first)
+
+    def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
+        now = self.tile(problem, caps)
+        others = [tile for tile in self._fitting(problem, caps) if tile != now]
+        return tuple(astuple(tile) for tile in (now, *others))
 
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p, tile = problem, self.tile(problem, caps)
-        assert tile is not None
         tiles = -(-p.rows // (tile.rl * tile.rpt))
         launch = make_launch(
             "attention_flash",
@@ -165,6 +177,9 @@ class Flash(CoreRoute):
             frozenset({"subgroups"}) if self.subgroups else frozenset(),
         )
         return Parts((launch,))
+
+
+_LEAST_SHARE = 32  # keys, below which no share is worth trying
 
 
 class SplitK(CoreRoute):
@@ -218,11 +233,20 @@ class SplitK(CoreRoute):
         return 64, {"VP": min(64, 1 << (p.v4 - 1).bit_length())}
 
     def splits(self, p: AttentionProblem, caps: Caps) -> int:
-        """Shares of the keys: enough workgroups to fill the device, no share too small to pay."""
-        keys = p.max_keys if p.window < 0 else min(p.max_keys, p.window + p.q_len)
+        """Shares of the keys: as measured, else enough workgroups to fill the device, with no
+        share too small to pay."""
+        keys, tuned = p.visible, self.tuned(p, caps)
+        if tuned:
+            return max(1, min(tuned[0], keys, MOST_SPLITS))
         groups = p.batch * p.kv_heads * -(-p.rows // self.rows(p, caps))
         target, least = (8, 64) if caps.software else (512, 128)
         return max(1, min(-(-target // groups), keys // least, MOST_SPLITS))
+
+    def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
+        now = self.splits(problem, caps)
+        most = min(MOST_SPLITS, problem.visible // _LEAST_SHARE)
+        powers = [1 << i for i in range(most.bit_length())]
+        return tuple((n,) for n in (now, *(n for n in powers if n != now)))
 
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p = problem
@@ -281,13 +305,15 @@ class SplitKSubgroups(SplitK):
         most = 8 if units == 1 else 4 if units <= 2 else 2
         return min(most, self.lanes(p, caps), 1 << (p.rows - 1).bit_length())
 
+    def _memory(self, p: AttentionProblem, caps: Caps, size: int, merged: int) -> int:
+        """Bytes of workgroup memory that `size` lanes need, merging `merged` rows at a time."""
+        return size // self.lanes(p, caps) * (merged * p.v4 * 16 + self.rows(p, caps) * 12)
+
     def _size(self, p: AttentionProblem, caps: Caps) -> int | None:
         """Lanes of a workgroup: as many as the memory for the final merge allows."""
-        lanes = self.lanes(p, caps)
         for size in (64,) if caps.software else (128, 64, 32):
-            teams = size // lanes
-            memory = teams * (p.v4 * 16 + self.rows(p, caps) * 8)
-            if teams and size <= caps.workgroup_invocations and memory <= caps.workgroup_memory:
+            fits = self._memory(p, caps, size, 1) <= caps.workgroup_memory
+            if self.lanes(p, caps) <= size <= caps.workgroup_invocations and fits:
                 return size
         return None
 
@@ -296,7 +322,11 @@ class SplitKSubgroups(SplitK):
         assert size is not None
         units = -(-(p.head_size // 8) // lanes)
         ahead = 8 if p.kv_dtype in ("int8", "int4") and units == 1 else 2
-        return size, {"LPK": lanes, "UPL": units, "KB": ahead, "peel": not caps.software}
+        merged = self.rows(p, caps)
+        while self._memory(p, caps, size, merged) > caps.workgroup_memory:
+            merged //= 2
+        own = {"LPK": lanes, "UPL": units, "KB": ahead, "MERGED": merged}
+        return size, {**own, "peel": not caps.software}
 
 
 #: In order of preference; the last takes everything. The materialized form comes behind flash: on

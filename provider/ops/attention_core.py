@@ -17,11 +17,13 @@ Semantics: contract ort-semantics.md 2.3, 2.4, 3.1. Scores, weights and sums are
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected, Route
+from ort_webgpu.ops.tuned import CallClass, Finding
 from ort_webgpu.wgsl.kernel import (
     STORAGE,
     WIDE,
@@ -135,6 +137,34 @@ class AttentionProblem:
         """Groups of four in a value row."""
         return -(-self.v_head_size // 4)
 
+    @property
+    def visible(self) -> int:
+        """Keys that the rows of a call can see at most."""
+        return self.max_keys if self.window < 0 else min(self.max_keys, self.window + self.q_len)
+
+    @cached_property
+    def call_class(self) -> CallClass:
+        """What a measurement of this problem stands for."""
+        facts = {
+            "beams": self.beam_width > 0,
+            "bias": bool(self.bias_dtype),
+            "half queries": self.half_queries,
+            "mask": self.mask_width > 0,
+            "not causal": self.q_len > 1 and not self.causal,
+            "packed": self.packed_rows,
+            "qk": self.qk > 0,
+            "softcap": self.softcap > 0,
+        }
+        return CallClass(
+            self.rows,
+            self.visible,
+            self.batch * self.kv_heads,
+            self.head_size,
+            self.v_head_size,
+            self.kv_dtype,
+            tuple(name for name, holds in facts.items() if holds),
+        )
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -175,6 +205,17 @@ class CoreRoute:
         """Its launches, over the operand names of this module."""
         raise NotImplementedError
 
+    def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
+        """What `ort-webgpu tune` tries on an accepted problem, first what the route takes now.
+
+        One of these in `caps.tuned` is taken in place of the rule's, where it fits a problem.
+        """
+        return ((),)
+
+    def tuned(self, problem: AttentionProblem, caps: Caps) -> tuple[int, ...] | None:
+        """The setting that was measured to be best, None where the rule holds."""
+        return caps.tuned.setting(problem.call_class, self.name) if caps.tuned else None
+
 
 class ComposedRoute(Route):
     """A core route inside an operator: prologue, core, epilogue."""
@@ -183,6 +224,7 @@ class ComposedRoute(Route):
         self.core_route = core
         self.name = core.name
         self.forced_only = core.forced_only
+        self.measured_as = core.name
 
     def check(self, problem: Composed, caps: Caps) -> Accepted | Rejected:
         verdict = problem.check(caps)
@@ -214,6 +256,9 @@ class ComposedRoute(Route):
 
     def card_variant(self, problem: Composed, caps: Caps) -> str | None:
         return problem.card_variant(self.name, caps)
+
+    def finding(self, problem: Composed, caps: Caps) -> Finding | None:
+        return caps.tuned.find(problem.core.call_class) if caps.tuned else None
 
 
 # -- what the core's kernels have in common --------------------------------------------------------

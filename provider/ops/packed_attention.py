@@ -116,6 +116,8 @@ class PackedProblem:
 class MatrixRoute(ComposedRoute):
     """A core route behind a projection on the matrix layer."""
 
+    stage = "projected"
+
     def __init__(self, core: CoreRoute, native: bool):
         super().__init__(core)
         self.native = native

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ort_webgpu.graph_tools.nodes import Node
+from ort_webgpu.ops.tuned import Finding, Tuned
 from ort_webgpu.wgsl.kernel import Program
 
 __all__ = [
@@ -22,11 +23,13 @@ __all__ = [
     "Known",
     "OpSpec",
     "Output",
+    "Picked",
     "Rejected",
     "Room",
     "Route",
     "TensorSpec",
     "Value",
+    "pick",
 ]
 
 
@@ -36,7 +39,8 @@ class Caps:
 
     `subgroup_min`/`subgroup_max` are 0 where subgroups are missing. `matrix_tiles` are the subgroup
     matrix shapes (M, N, K, operand type, result type), e.g. (16, 16, 16, "f16", "f32").
-    `dialect` is the WGSL reader: "naga" (wgpu-native) or "tint" (Dawn).
+    `dialect` is the WGSL reader: "naga" (wgpu-native) or "tint" (Dawn). `tuned` is what was
+    measured on it, by which routes and settings are chosen before any rule.
     """
 
     name: str = "made-up adapter"
@@ -55,6 +59,7 @@ class Caps:
     f16: bool = False
     timestamps: bool = False
     matrix_tiles: tuple[tuple[int, int, int, str, str], ...] = ()
+    tuned: Tuned = field(default_factory=Tuned)
 
 
 @dataclass(frozen=True)
@@ -175,10 +180,14 @@ class Route(ABC):
     """A named strategy for an operator. Both methods are pure.
 
     A `forced_only` route is there to test another one's logic: only `routes=` can choose it.
+    `measured_as` is its name in findings, "" where it is in none. Findings change the order of
+    routes of one `stage` only: what comes before the measured part is not theirs to judge.
     """
 
     name: str
     forced_only: bool = False
+    measured_as: str = ""
+    stage: str = ""
 
     @abstractmethod
     def check(self, problem: Any, caps: Caps) -> Accepted | Rejected:
@@ -191,6 +200,53 @@ class Route(ABC):
     def card_variant(self, problem: Any, caps: Caps) -> str | None:
         """The name in variants.json that this route is for the problem, or None."""
         return None
+
+    def finding(self, problem: Any, caps: Caps) -> Finding | None:
+        """What was measured of such problems on the device, if anything."""
+        return None
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The route for a problem, None where none accepts, and why those before it do not.
+
+    `finding` is what put it first, None where it is first by rule.
+    """
+
+    route: Route | None
+    rejected: dict[str, str]
+    finding: Finding | None = None
+
+
+def pick(routes: Sequence[Route], problem: Any, caps: Caps, forced: str | None = None) -> Picked:
+    """The first of `routes` that accepts; before it one that was measured to be faster.
+
+    A measurement counts only where the route that it prefers accepts as well. `forced` is the name
+    of the only route that may be taken.
+    """
+    rejected: dict[str, str] = {}
+    for route in routes:
+        if route.name != forced if forced else route.forced_only:
+            continue
+        verdict = route.check(problem, caps)
+        if isinstance(verdict, Rejected):
+            rejected[route.name] = verdict.reason
+            continue
+        finding = None if forced else route.finding(problem, caps)
+        if finding is None:
+            return Picked(route, rejected)
+        preferred = next(
+            (
+                r
+                for r in routes
+                if (r.measured_as, r.stage) == (finding.route, route.stage)
+                and not r.forced_only
+                and not isinstance(r.check(problem, caps), Rejected)
+            ),
+            None,
+        )
+        return Picked(preferred or route, rejected, finding if preferred else None)
+    return Picked(None, rejected)
 
 
 class OpSpec(ABC):
