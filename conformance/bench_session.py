@@ -47,6 +47,7 @@ def _seconds(work: GqaWork, layers: int, info: AdapterInfo) -> float:
         adapter=info.index,
         backend=info.backend,
         fallback="error",
+        tuned=False,
     )
     feeds = feeds_of(asdict(work), layers)
     step = Decoding(session, work, feeds) if work.past else Prefill(session, feeds)

@@ -14,10 +14,19 @@ import numpy as np
 from ort_webgpu.conformance.bench_works import Part, Sample, Work
 from ort_webgpu.device import DeviceBuffer, Gpu
 from ort_webgpu.ops import OPS
-from ort_webgpu.ops.spec import Call, Rejected, Route, TensorSpec, Value
+from ort_webgpu.ops.spec import Call, Rejected, TensorSpec, Value, pick
 from ort_webgpu.wgsl.kernel import Program
 
-__all__ = ["MOST_ERROR", "PartTime", "Times", "Timing", "seconds_of", "time_work"]
+__all__ = [
+    "MOST_ERROR",
+    "PartTime",
+    "Times",
+    "Timing",
+    "checked",
+    "data_sets",
+    "seconds_of",
+    "time_work",
+]
 
 Recorded = Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]
 
@@ -137,10 +146,11 @@ def time_work(
     ]
     call = spec.call(sample.node, known, sample.in_place)
     verdicts = {route.name: route.check(call.problem, gpu.caps) for route in spec.routes}
-    chosen = _chosen(spec.routes, verdicts)
+    first = pick(spec.routes, call.problem, gpu.caps).route
+    chosen = first.name if first else ""
     if routes == frozenset({"chosen"}):
         routes = frozenset({chosen})
-    sets = _data_sets(gpu, work, call, sample)
+    sets = data_sets(gpu, work, call, sample)
     for route in spec.routes:
         if routes is not None and route.name not in routes:
             continue
@@ -150,20 +160,14 @@ def time_work(
                 yield f"{work.name} {route.name}: {verdict.reason}"
             continue
         program = route.program(call.problem, gpu.caps)
-        error = _checked(gpu, call, sample, program, sets[0], rng)
+        error = checked(gpu, call, sample, program, sets[0], rng)
         if not error < MOST_ERROR:
             yield f"{work.name} {route.name}: WRONG, relative error {error:.3g}"
             continue
         yield _time_route(gpu, work, program, sets, route.name, route.name == chosen, error)
 
 
-def _chosen(routes: Sequence[Route], verdicts: Mapping[str, object]) -> str:
-    """The route that a session takes: the first that accepts and is not for tests only."""
-    accepting = [r for r in routes if not isinstance(verdicts[r.name], Rejected)]
-    return next(r.name for r in accepting if not r.forced_only)
-
-
-def _data_sets(gpu: Gpu, work: Work, call: Call, sample: Sample) -> list[dict[str, DeviceBuffer]]:
+def data_sets(gpu: Gpu, work: Work, call: Call, sample: Sample) -> list[dict[str, DeviceBuffer]]:
     """Operands of the call, several times where its data would stay in the device's cache.
 
     Only inputs are doubled. Outputs and scratch are shared, so that calls wait for each other as
@@ -189,7 +193,7 @@ def _data_sets(gpu: Gpu, work: Work, call: Call, sample: Sample) -> list[dict[st
     return sets
 
 
-def _checked(
+def checked(
     gpu: Gpu,
     call: Call,
     sample: Sample,

@@ -4,7 +4,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from ort_webgpu.placement import (
 )
 from ort_webgpu.plan import Plan, build_plan
 from ort_webgpu.segments import SegmentFactory
+from ort_webgpu.tuning import load
 
 __all__ = ["Built", "Request", "Wishes", "build"]
 
@@ -50,6 +51,7 @@ class Wishes:
     offload: Offload = "all"
     fallback: str = "cpu"
     routes: Mapping[str, str] = field(default_factory=dict)
+    tuned: bool = True
 
     def check(self) -> None:
         """Raises ValueError for a word that is none of those allowed."""
@@ -147,11 +149,16 @@ def build(request: Request, wishes: Wishes) -> Built:
             placement = place(model, wishes.offload, simple, reported, str(error))
         else:
             _complain(placement, wishes, gpu)
+            caps, notes = gpu.caps, list[str]()
+            if wishes.tuned:
+                measured = load(gpu.info)
+                caps = replace(caps, tuned=measured.tuned)
+                notes += [measured.obstacle] if measured.obstacle else []
             plan = build_plan(
-                factory, placement, kinds, gpu, wishes.routes, wishes.fallback == "cpu"
+                factory, placement, kinds, gpu, wishes.routes, wishes.fallback == "cpu", caps
             )
             order = {node.name: node.index for node in model.nodes}
-            return Built(session, plan, _rows(placement), order=order, pairs=pairs)
+            return Built(session, plan, _rows(placement), tuple(notes), order, pairs)
     _complain(placement, wishes, gpu)
     rows = _rows(placement)
     if any(needs_expansion(node, simple) for node in model.nodes) or nested:

@@ -34,7 +34,7 @@ class Row:
     """One candidate node. `placed` is "webgpu" or "cpu"; `rejected` maps routes to reasons.
 
     `route` is that of the node's last run, or "not run yet"; None on the CPU. `reason` says why the
-    node is where it is.
+    node is where it is, and, where a measurement decided that, why the route is the first.
     """
 
     node: str

@@ -42,7 +42,7 @@ _LINE = (
     f"import os; os.environ.get('{VARIABLE}', '0') not in ('', '0')"
     f" and __import__('{_MODULE[:-3]}')\n"
 )
-_OPTIONS = frozenset({"adapter", "backend", "offload", "fallback", "routes"})
+_OPTIONS = frozenset({"adapter", "backend", "offload", "fallback", "routes", "tuned"})
 
 _Session = onnxruntime.InferenceSession
 _Binding = onnxruntime.IOBinding
@@ -85,8 +85,8 @@ def patch_onnxruntime(*, children: bool = False, **options: Any) -> _Patch:
     Args:
         children: set ORT_WEBGPU_PATCH=1, so that processes spawned from here are patched as well
             (without the options). Raises OrtWebGpuError where it would have no effect.
-        options: `adapter`, `backend`, `offload`, `fallback` and `routes` for these sessions, as
-            WebGPUSession takes them.
+        options: `adapter`, `backend`, `offload`, `fallback`, `routes` and `tuned` for these
+            sessions, as WebGPUSession takes them.
 
     Calls need not be balanced: `unpatch_onnxruntime()` undoes all. `with patch_onnxruntime(): ...`
     undoes its own at the end. As `worker_process_setup_hook` of Ray it patches each worker.

@@ -26,7 +26,7 @@ from ort_webgpu.graph_tools import (
 )
 from ort_webgpu.graph_tools.partition import reads
 from ort_webgpu.graph_tools.reference import EXPANDABLE
-from ort_webgpu.ops.spec import Known
+from ort_webgpu.ops.spec import Caps, Known
 from ort_webgpu.overlap import split_stages
 from ort_webgpu.placement import Placement, needs_expansion
 from ort_webgpu.profiling import PROVIDER, DeviceEvents
@@ -110,7 +110,7 @@ class Plan:
                 entry.step.run(env, entry.work, run_options, resident, alike)
                 if observer is not None:
                     for one in entry.work:
-                        observer(node_call(one, env, self.gpu))
+                        observer(node_call(one, env, self.chooser.caps))
             for name in entry.dropped:
                 env.pop(name, None)
         return [env[name] for name in names]
@@ -178,6 +178,8 @@ class Plan:
             choice = one.choice
             placed, why = "webgpu", "offloaded"
             route = NOT_RUN if choice is None else choice.route.name if choice.route else None
+            if choice is not None and choice.finding is not None:
+                why = f"offloaded; {choice.finding}"
             if one.moved is not None:
                 placed, why, route = "cpu", one.moved, None
             rejected = self.chooser.others(one.spec, choice) if choice else {}
@@ -220,10 +222,12 @@ def build_plan(
     gpu: Gpu,
     forced: Mapping[str, str],
     may_move: bool,
+    caps: Caps | None = None,
 ) -> Plan:
     """Cut the model of `factory` and make a session of each part.
 
     `may_move`: a node that no route takes at run time goes to the CPU, else NotOffloadedError.
+    `caps` are those that routes are chosen by, the device's own if None.
     """
     model = factory.model
     stages = split_stages(model, partition(model, frozenset(placement.offloaded)))
@@ -233,7 +237,7 @@ def build_plan(
     simple = {name: kind for name, (kind, _) in kinds.items()}
     profiling = factory.options is not None and factory.options.enable_profiling
     events = DeviceEvents() if profiling else None
-    chooser = Chooser(gpu, forced)
+    chooser = Chooser(gpu, forced, caps)
     twins = _Twins(factory, types, simple, may_move)
 
     steps: list[Step] = []

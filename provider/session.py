@@ -52,6 +52,7 @@ class WebGPUSession(onnxruntime.InferenceSession):
             "error" raises NotOffloadedError instead.
         routes: operator type or node name to the only route that may run it, for tests and
             measurements.
+        tuned: whether what `ort-webgpu tune` measured on the adapter comes before the rules.
         kwargs: ORT's own: disabled_optimizers, enable_fallback, read_config_from_model.
 
     Raises what ORT raises for the same model; NoAdapterError; NotOffloadedError; ValueError for
@@ -77,9 +78,10 @@ class WebGPUSession(onnxruntime.InferenceSession):
         offload: Offload = "all",
         fallback: str = "cpu",
         routes: Mapping[str, str] | None = None,
+        tuned: bool = True,
         **kwargs: Any,
     ) -> None:
-        wishes = Wishes(adapter, backend, offload, fallback, dict(routes or {}))
+        wishes = Wishes(adapter, backend, offload, fallback, dict(routes or {}), tuned)
         # Who constructs a session through patch_onnxruntime cannot pass ours
         self._wishes = replace(wishes, **self.__dict__.pop("_patch_options", {}))
         self._wishes.check()
@@ -389,6 +391,7 @@ class WebGPUSession(onnxruntime.InferenceSession):
             offload=wishes.offload if state["offload_enabled"] else "none",
             fallback=wishes.fallback,
             routes=wishes.routes,
+            tuned=wishes.tuned,
             **state["arguments"],
         )
         self._enable_fallback = state["enable_fallback"]

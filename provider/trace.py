@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ort_webgpu.device import Gpu
 from ort_webgpu.graph_tools import Node
+from ort_webgpu.ops.spec import Caps
 from ort_webgpu.steps import Env, GpuNode
 from ort_webgpu.values import to_host
 from ort_webgpu.wgsl.kernel import Kernel
@@ -20,7 +20,8 @@ class NodeCall:
     """One call of one node. Arrays by position, None where the node has no such value.
 
     `route` is None where no route took the call and the node ran on the CPU. `card` names the
-    variant of the kernel cards that the route is for this call, if there is one.
+    variant of the kernel cards that the route is for this call, if there is one. `tuned` is the
+    measurement that put the route first, "" where a rule did.
     """
 
     node: Node
@@ -30,6 +31,7 @@ class NodeCall:
     kernels: tuple[Kernel, ...]
     dialect: str
     card: str | None = None
+    tuned: str = ""
 
     def shaders(self) -> Mapping[str, str]:
         """The WGSL of each kernel that ran, by the kernel's label."""
@@ -39,7 +41,7 @@ class NodeCall:
 Observer = Callable[[NodeCall], None]
 
 
-def node_call(one: GpuNode, env: Env, gpu: Gpu) -> NodeCall:
+def node_call(one: GpuNode, env: Env, caps: Caps) -> NodeCall:
     """The call that just put the outputs of `one` into `env`; its values are downloaded."""
     names = (*one.node.inputs, *one.node.outputs)
     to_host(env[name] for name in names if name)
@@ -55,6 +57,7 @@ def node_call(one: GpuNode, env: Env, gpu: Gpu) -> NodeCall:
         tuple(arrays[count:]),
         route.name if route else None,
         tuple(kernels),
-        gpu.caps.dialect,
-        route.card_variant(choice.problem, gpu.caps) if route and choice else None,
+        caps.dialect,
+        route.card_variant(choice.problem, caps) if route and choice else None,
+        str(choice.finding) if choice and choice.finding else "",
     )

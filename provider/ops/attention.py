@@ -116,6 +116,8 @@ _SOFTWARE_ROWS = 512
 class Flash(CoreRoute):
     """Tiles of query rows over tiles of keys, with an online softmax."""
 
+    setting_compiles = True
+
     def __init__(self, subgroups: bool):
         self.subgroups = subgroups
         self.name = "flash" if subgroups else "flash_nosg"
@@ -305,15 +307,13 @@ class SplitKSubgroups(SplitK):
         most = 8 if units == 1 else 4 if units <= 2 else 2
         return min(most, self.lanes(p, caps), 1 << (p.rows - 1).bit_length())
 
-    def _memory(self, p: AttentionProblem, caps: Caps, size: int, merged: int) -> int:
-        """Bytes of workgroup memory that `size` lanes need, merging `merged` rows at a time."""
-        return size // self.lanes(p, caps) * (merged * p.v4 * 16 + self.rows(p, caps) * 12)
-
     def _size(self, p: AttentionProblem, caps: Caps) -> int | None:
         """Lanes of a workgroup: as many as the memory for the final merge allows."""
+        lanes = self.lanes(p, caps)
         for size in (64,) if caps.software else (128, 64, 32):
-            fits = self._memory(p, caps, size, 1) <= caps.workgroup_memory
-            if self.lanes(p, caps) <= size <= caps.workgroup_invocations and fits:
+            teams = size // lanes
+            memory = teams * (p.v4 * 16 + self.rows(p, caps) * 8)
+            if teams and size <= caps.workgroup_invocations and memory <= caps.workgroup_memory:
                 return size
         return None
 
@@ -322,11 +322,7 @@ class SplitKSubgroups(SplitK):
         assert size is not None
         units = -(-(p.head_size // 8) // lanes)
         ahead = 8 if p.kv_dtype in ("int8", "int4") and units == 1 else 2
-        merged = self.rows(p, caps)
-        while self._memory(p, caps, size, merged) > caps.workgroup_memory:
-            merged //= 2
-        own = {"LPK": lanes, "UPL": units, "KB": ahead, "MERGED": merged}
-        return size, {**own, "peel": not caps.software}
+        return size, {"LPK": lanes, "UPL": units, "KB": ahead, "peel": not caps.software}
 
 
 #: In order of preference; the last takes everything. The materialized form comes behind flash: on

@@ -191,11 +191,13 @@ class CoreRoute:
 
     `half_queries`: it reads `q` as float16 without the score scale (problem.scale), in a buffer
     with room for a tile of 128 query rows more; only for problems that say half_queries too.
+    `setting_compiles`: each of its settings is a kernel of its own.
     """
 
     name: str
     forced_only: bool = False
     half_queries: bool = False
+    setting_compiles: bool = False
 
     def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
         """Whether the route takes the problem on such a device."""
