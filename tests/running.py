@@ -15,7 +15,8 @@ from ort_webgpu.ops import OPS
 from ort_webgpu.ops.spec import Call, Caps, OpSpec, Rejected, Route, TensorSpec, Value
 
 POISON = 0xC5  # every float made of these bytes is finite and far from any result
-GUARD = 256  # bytes behind each output that no kernel may touch
+UNREAD = 0xFF  # every float made of these bytes is NaN, every signed integer -1
+GUARD = 256  # bytes bound behind each operand: no kernel may write to them, or make use of them
 
 
 def node_of(case: Case | RejectCase) -> Node:
@@ -62,9 +63,9 @@ def run_route(
     for name, index in call.inputs.items():
         array = case.inputs[index]
         assert array is not None
-        buffers[name] = gpu.upload(array)
+        buffers[name] = gpu.upload(_with_guard(array, UNREAD))
     for name, array in call.arrays.items():
-        buffers[name] = gpu.upload(array)
+        buffers[name] = gpu.upload(_with_guard(array, UNREAD))
     for output in call.outputs.values():
         buffers[output.operand] = _guarded(case, gpu, output, poison)
     program = route.program(call.problem, caps or gpu.caps)
@@ -99,13 +100,21 @@ def check_routes(case: Case, adapter: str, backend: str = "wgpu") -> list[str]:
 
 
 def _guarded(case: Case, gpu: Gpu, output, poison: int) -> DeviceBuffer:
-    """A buffer with a guard behind the tensor; holds poison, or the past of an in-place case."""
-    size = -(-output.spec.nbytes // 4) * 4
-    data = np.full(size + GUARD, poison, np.uint8)
+    """A buffer with a guard behind the tensor; holds poison, or the past of an in-place case.
+
+    The guard is bound as well: a device would drop, or move, what is written behind a binding.
+    """
+    content = np.full(output.spec.nbytes, poison, np.uint8)
     if case.in_place and output.alias is not None:
         past = case.inputs[output.alias]
         assert past is not None
-        data[: past.nbytes] = np.ascontiguousarray(past).reshape(-1).view(np.uint8)
-    buffer = gpu.upload(data)
-    buffer.nbytes = output.spec.nbytes  # bindings end with the tensor; the guard lies behind
-    return buffer
+        content[: past.nbytes] = np.ascontiguousarray(past).reshape(-1).view(np.uint8)
+    return gpu.upload(_with_guard(content, poison))
+
+
+def _with_guard(array: np.ndarray, poison: int) -> np.ndarray:
+    """The bytes of `array`, and GUARD bytes of poison behind the whole words that they fill."""
+    size = -(-array.nbytes // 4) * 4
+    data = np.full(size + GUARD, poison, np.uint8)
+    data[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return data
