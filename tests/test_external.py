@@ -88,6 +88,17 @@ def test_web_cases_pass_and_fail(checkout, adapter):
     assert "present_value" in suite.results[0].detail
 
 
+def test_web_cases_of_single_features_are_run_as_well(checkout, adapter):
+    file = checkout() / WEB_FILES[0]
+    file.with_stem(f"{file.stem}-softcap").write_text(file.read_text())
+    suite = run_web_cases(checkout(), Candidate(adapter=adapter))
+    assert suite.counts() == {"passed": 2}
+    assert {result.source for result in suite.results} == {
+        "group-query-attention.jsonc",
+        "group-query-attention-softcap.jsonc",
+    }
+
+
 def test_python_tests_run_on_our_session(checkout, adapter, capfd):
     status = run_python_tests(checkout(), ["gqa_cpu"], Candidate(adapter=adapter))
     text = capfd.readouterr().out
