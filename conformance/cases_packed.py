@@ -149,15 +149,19 @@ _MULTI_HEAD: dict[str, Sequence[Any]] = {
 
 
 # Seeded bugs in how padded groups of four are numbered live until head sizes leave every remainder,
-# and groups of V do not divide those of Q and K.
-_ODD = tuple(
-    {"op": op, "lengths": (7, 0, 18), "head_size": size, "v_head_size": width, "heads": 2}
-    for op, size, width in (
-        ("attention", 5, 12),
-        ("attention", 7, 20),
-        ("attention", 8, 12),
-        ("mha", 7, 12),
-    )
+# and groups of V do not divide those of Q and K; one in how an output is made dense until that is
+# but two elements.
+_ODD = (
+    *(
+        {"op": op, "lengths": (7, 0, 18), "head_size": size, "v_head_size": width, "heads": 2}
+        for op, size, width in (
+            ("attention", 5, 12),
+            ("attention", 7, 20),
+            ("attention", 8, 12),
+            ("mha", 7, 12),
+        )
+    ),
+    {"op": "mha", "lengths": (1,), "heads": 1, "head_size": 4, "v_head_size": 2},
 )
 
 

@@ -1,10 +1,12 @@
 """Bugs seeded into the WGSL templates one at a time, to see whether the corpus finds them.
 
     python tests/mutations.py [TEMPLATE ...] [--count 40] [--adapter llvmpipe] [--json FILE]
+    python tests/mutations.py --again FILE     # the survivors of that run
 
 A mutant is a template with one small change: a comparison off by one, a sign, a constant, a swapped
 sine and cosine, a missing barrier, a dropped statement. Every mutant gets a process of its own, in
-which the cases that run a changed kernel are judged by their oracles until one fails:
+which the cases that run a changed kernel are judged by their oracles until one fails, some of them
+in the geometry that hardware gets:
 
     killed      a case came out wrong, or did not come to an end
     invalid     the WGSL does not compile; nobody could ship it
@@ -24,12 +26,13 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from running import accepting, call_of, run_route
+from test_hardware_geometry import hardware_cases
 
 from ort_webgpu.conformance.case import Case, Expected
 from ort_webgpu.conformance.cases import corpus
@@ -84,94 +87,144 @@ _OTHERS_ROW = (
     "the row that it goes on to write is the next sequence's, which the next workgroups write"
     " again: wrong only where workgroups run in another order"
 )
-_LOADS_X = (
-    "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d, u.depth - d); }"
-)
 _BEYOND_X = "tokens that do not exist are not written, and beyond the depth w is zero"
 _PADDING_OF_V = " columns of V beyond its width are never written out"
-EXPLAINED: dict[tuple[str, str, str], str] = {
+_PAD_OF_HALVES = "the half behind an odd number of elements pads the last word; nobody reads it"
+_PAD_OF_WORD = (
+    "behind an odd number of elements it writes the next word, which the binding, whole groups of"
+    " 16 bytes, has as padding; nobody reads it"
+)
+_SAME_AGAIN = "lanes behind the last wrap around and write words of v_out once more, the same ones"
+_PREPARE = "prepare, which runs after, writes the row anyway"
+EXPLAINED: dict[tuple[str, str], str] = {
     (
         "attention_common",
-        "greater for greater or equal",
-        "if (i32(s0) >= valid) { return vec2<u32>(0u, 0u); }",
+        "if (i32(s0) [>= -> >] valid) { return vec2<u32>(0u, 0u); }",
     ): "such rows see no key, so their tile is only computed for nothing",
     (
         "attention_flash",
-        "greater for greater or equal",
-        "if (i32(first / {{ GROUP }}u) >= seq_at(b, 1u)) { return; }",
+        "if (i32(first / {{ GROUP }}u) [>= -> >] seq_at(b, 1u)) { return; }",
     ): _OTHERS_ROW,
     (
-        "gemm",
-        "less or equal for less",
-        "for (var start = 0u; start < u.depth; start += {{ BK }}u) {",
-    ): "one more step, of zeros",
+        "attention_merge",
+        "for (var i = lane; i < u.splits; i [+= -> =] {{ W }}u) { states[i] = part_ml[slot + i]; }",
+    ): "there are at most 64 shares and no fewer lanes, so the loop runs once at most",
     (
-        "gemm",
-        "less or equal for less",
-        "if (d < u.depth) { value = w_four(d * {{ COLUMNS }}u + loaded.column, loaded.count); }",
-    ): "beyond the depth x is zero",
+        "attention_merge",
+        "if (at [< -> <=] {{ V4 }}u) {",
+    ): "the column behind the last is summed up for nothing: no other lane takes that sum",
     (
-        "gemm",
-        "less or equal for less",
-        _LOADS_X,
-    ): _BEYOND_X,
-    (
-        "gemm",
-        "or for and",
-        _LOADS_X,
-    ): _BEYOND_X,
-    (
-        "gemm",
-        "plus for minus",
-        _LOADS_X,
-    ): _BEYOND_X,
-    (
-        "packed_place",
-        "less or equal for less",
-        "if (g < {{ 2 * N * H4 }}u) {",
-    ): "the first group of V either way; only its count differs, and" + _PADDING_OF_V,
-    (
-        "packed_place",
-        "max for min",
-        "p.count = min(4u, {{ V }}u - 4u * p.group);",
-    ): "the count only says what fills the padding, and" + _PADDING_OF_V,
-    (
-        "packed_place",
-        "plus for minus",
-        "p.count = min(4u, {{ V }}u - 4u * p.group);",
-    ): "the count only says what fills the padding, and" + _PADDING_OF_V,
-    (
-        "packed_place",
-        "greater or equal for greater",
-        "if (count > 0u) { x.x = {{ name }}_at(at); }",
-    ): "a group has at least one element",
+        "attention_merge",
+        "} [workgroupBarrier(); -> ;]",
+    ): "there is a next pass only where columns take all lanes; then no lane reads another's sum",
     (
         "attention_serial",
-        "greater for greater or equal",
-        "if (i32(s) >= seq_at(b, 1u)) { return; }",
+        "if (i32(s) [>= -> >] seq_at(b, 1u)) { return; }",
     ): _OTHERS_ROW,
     (
         "attention_serial",
-        "no early return",
-        "if (i32(s) >= seq_at(b, 1u)) { return; }",
+        "if (i32(s) >= seq_at(b, 1u)) { [return; -> ;] }",
     ): _OTHERS_ROW,
     (
         "attention_serial",
-        "plus for minus",
-        "let count = min({{ W }}u, span.y - start);",
+        "let count = min({{ W }}u, span.y [- -> +] start);",
     ): "scores behind the span are LOWEST, so they weigh nothing and change no maximum",
     (
         "attention_serial",
-        "less or equal for less",
-        "for (var i = 0u; i < count; i++) { top = max(top, scores[i]); }",
+        "for (var i = 0u; i [< -> <=] count; i++) { top = max(top, scores[i]); }",
     ): "the score behind the last is LOWEST or, clamped, the last one again; no maximum changes",
+    (
+        "cache_copy",
+        "if (index [>= -> >] 2u * u.words) { return; }",
+    ): _SAME_AGAIN,
+    (
+        "cache_copy",
+        "if (index >= 2u * u.words) { [return; -> ;] }",
+    ): _SAME_AGAIN,
+    (
+        "cache_copy",
+        "if (row [>= -> >] new_row && row < new_row + u32(seq[b * 12u + 11u])) { return; }",
+    ): _PREPARE,
+    (
+        "cache_copy",
+        "if (row >= new_row && row < new_row + u32(seq[b * 12u + 11u])) { [return; -> ;] }",
+    ): _PREPARE,
+    (
+        "gemm",
+        "for (var start = 0u; start [< -> <=] u.depth; start += {{ BK }}u) {",
+    ): "one more step, of zeros",
+    (
+        "gemm",
+        "if (d [< -> <=] u.depth) { value = w_four(d * {{ COLUMNS }}u + loaded.column,"
+        " loaded.count); }",
+    ): "beyond the depth x is zero",
+    (
+        "gemm",
+        "if (token [< -> <=] u.tokens && d < u.depth) { value = x_four(token * u.depth + d,"
+        " u.depth - d); }",
+    ): _BEYOND_X,
+    (
+        "gemm",
+        "if (token < u.tokens && d [< -> <=] u.depth) { value = x_four(token * u.depth + d,"
+        " u.depth - d); }",
+    ): _BEYOND_X,
+    (
+        "gemm",
+        "if (token < u.tokens [&& -> ||] d < u.depth) { value = x_four(token * u.depth + d,"
+        " u.depth - d); }",
+    ): _BEYOND_X,
+    (
+        "gemm",
+        "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d,"
+        " u.depth [- -> +] d); }",
+    ): _BEYOND_X,
+    (
+        "packed_place",
+        "if (g [< -> <=] {{ 2 * N * H4 }}u) {",
+    ): "the first group of V either way; only its count differs, and" + _PADDING_OF_V,
+    (
+        "packed_place",
+        "p.count = [min( -> max(]4u, {{ V }}u - 4u * p.group);",
+    ): "the count only says what fills the padding, and" + _PADDING_OF_V,
+    (
+        "packed_place",
+        "p.count = min(4u, {{ V }}u [- -> +] 4u * p.group);",
+    ): "the count only says what fills the padding, and" + _PADDING_OF_V,
+    (
+        "packed_place",
+        "if (count [> -> >=] 0u) { x.x = {{ name }}_at(at); }",
+    ): "a group has at least one element",
+    (
+        "repack",
+        "if (i [>= -> >] u.elements) { return 0.0; }",
+    ): _PAD_OF_HALVES,
+    (
+        "repack",
+        "if (2u * pair + [1 -> 0]u < u.elements) { out[2u * pair + 1u] = at(2u * pair + 1u); }",
+    ): _PAD_OF_WORD,
+    (
+        "repack",
+        "if (2u * pair + 1u [< -> <=] u.elements) { out[2u * pair + 1u] = at(2u * pair + 1u); }",
+    ): _PAD_OF_WORD,
+    (
+        "rows",
+        "if (row [>= -> >] rows) { return 0u; }",
+    ): _PAD_OF_HALVES,
+    (
+        "rows",
+        "if (row >= rows) { return [0 -> 1]u; }",
+    ): _PAD_OF_HALVES,
 }
-"""(template, rule, the line without its indent) to why no case can tell it from the original."""
+"""(template, `Mutant.shown`) to why no case can tell it from the original."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: `rule` at characters `start` to `end` of a template, now `text`."""
+    """One change: `rule` at characters `start` to `end` of a template, now `text`.
+
+    `shown` is the line with the change marked, as in "if (i [< -> <=] n) {"; where the template has
+    that line more than once, the line before it comes first.
+    """
 
     template: str
     rule: str
@@ -179,7 +232,7 @@ class Mutant:
     end: int
     text: str
     line: int
-    source: str
+    shown: str
 
     def applied(self, original: str) -> str:
         """The changed template."""
@@ -205,10 +258,23 @@ def mutants(template: str, source: str) -> list[Mutant]:
         for match in re.finditer(pattern, blank):
             if "\0" in match[0]:
                 continue
-            line = source.count("\n", 0, match.start() + len(match[0]) - len(match[0].lstrip())) + 1
-            whole = source.splitlines()[line - 1].strip()
-            found.append(Mutant(template, rule, match.start(), match.end(), text, line, whole))
+            start = match.end() - len(match[0].lstrip())
+            line = source.count("\n", 0, start) + 1
+            shown = _marked(source, start, match.end(), text.strip())
+            found.append(Mutant(template, rule, match.start(), match.end(), text, line, shown))
     return sorted(found, key=lambda m: (m.start, m.rule))
+
+
+def _marked(source: str, start: int, end: int, text: str) -> str:
+    """`Mutant.shown` of characters `start` to `end` becoming `text`."""
+    begin = source.rfind("\n", 0, start) + 1
+    stop = source.find("\n", end)
+    line = source[begin:stop].strip()
+    marked = f"{source[begin:start]}[{source[start:end]} -> {text}]{source[end:stop]}".strip()
+    if [other.strip() for other in source.splitlines()].count(line) == 1:
+        return marked
+    before = source[:begin].rstrip()
+    return f"{before[before.rfind(chr(10)) + 1 :].strip()} {marked}"
 
 
 def sample(every: Sequence[Mutant], count: int) -> list[Mutant]:
@@ -233,10 +299,11 @@ def sample(every: Sequence[Mutant], count: int) -> list[Mutant]:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A case on a route, and the kernels that this runs."""
+    """A case on a route, and the kernels that this runs on a device of these caps."""
 
     case: Case
     route: Route
+    caps: Caps
     kernels: frozenset[Kernel]
 
 
@@ -255,17 +322,16 @@ class Bench:
         self.caps: Caps = _forked(lambda: open_gpu(adapter, "wgpu").caps)[1]
         self.pairs: list[Pair] = []
         for case in corpus(level=level):
-            problem = call_of(case).problem
-            for route in accepting(case, _Device(self.caps)):  # type: ignore[arg-type]
-                launches = route.program(problem, self.caps).launches
-                kernels = frozenset(launch.kernel for launch in launches)
-                self.pairs.append(Pair(case, route, kernels))
+            self.pairs += _pairs(case, self.caps)
+        hardware = replace(self.caps, software=False)
+        large = [pair for case in hardware_cases() for pair in _pairs(case, hardware)]
+        self.pairs += large
         self.kernels = list(dict.fromkeys(k for pair in self.pairs for k in pair.kernels))
         # A mutant is judged on the first kernels it changes: let them be of all operators.
         random.Random(0).shuffle(self.kernels)
         self._texts = {k: rendering.render(k, self.caps.dialect) for k in self.kernels}
         # Literal cases are small and sit on edges; what a sample does not find they may.
-        self._edges = [pair for pair in self.pairs if "literal" in pair.case.features]
+        self._edges = [pair for pair in self.pairs if "literal" in pair.case.features] + large
         self._edge_kernels = list(dict.fromkeys(k for pair in self._edges for k in pair.kernels))
         self._expected: dict[Case, Expected] = {}
 
@@ -324,7 +390,7 @@ class Bench:
         for number, pair in enumerate(pairs, 1):
             name = f"{pair.case.name} on {pair.route.name}"
             try:
-                actual = run_route(pair.case, gpu, pair.route)
+                actual = run_route(pair.case, gpu, pair.route, caps=pair.caps)
             except BaseException as error:
                 if "shader" in str(error).lower() or "wgsl" in str(error).lower():
                     return "invalid", str(error)[:300], number
@@ -332,6 +398,16 @@ class Bench:
             if problems(actual, self._right(pair.case), pair.case):
                 return "killed", name, number
         return "survived", "", len(pairs)
+
+
+def _pairs(case: Case, caps: Caps) -> list[Pair]:
+    problem = call_of(case).problem
+    found = []
+    for route in accepting(case, _Device(caps)):  # type: ignore[arg-type]
+        launches = route.program(problem, caps).launches
+        kernels = frozenset(launch.kernel for launch in launches)
+        found.append(Pair(case, route, caps, kernels))
+    return found
 
 
 def _chosen(pairs: Sequence[Pair], changed: set[Kernel]) -> list[Pair]:
@@ -421,8 +497,7 @@ def template_names() -> list[str]:
 
 def run(bench: Bench, template: str, count: int) -> Iterator[Outcome]:
     """Judge `count` mutants of a template; invalid and unreached ones are replaced by others."""
-    source = (TEMPLATES / f"{template}{SUFFIX}").read_text("utf-8")
-    every = mutants(template, source)
+    every = mutants(template, (TEMPLATES / f"{template}{SUFFIX}").read_text("utf-8"))
     if not every:
         return
     queue = sample(every, count)
@@ -435,10 +510,16 @@ def run(bench: Bench, template: str, count: int) -> Iterator[Outcome]:
             queue.append(spare.pop())
 
 
+def run_again(bench: Bench, template: str, shown: Sequence[str]) -> Iterator[Outcome]:
+    """Judge the mutants of a template that look like these."""
+    for mutant in mutants(template, (TEMPLATES / f"{template}{SUFFIX}").read_text("utf-8")):
+        if mutant.shown in shown:
+            yield bench.judge(mutant)
+
+
 def explained(outcome: Outcome) -> str | None:
     """Why a survivor cannot be told from the original, None where nobody has said."""
-    mutant = outcome.mutant
-    return EXPLAINED.get((mutant.template, mutant.rule, mutant.source))
+    return EXPLAINED.get((outcome.mutant.template, outcome.mutant.shown))
 
 
 def share_killed(outcomes: Sequence[Outcome]) -> float:
@@ -458,17 +539,27 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--adapter", default="llvmpipe")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", type=Path)
     args = parser.parse_args()
+    survivors: dict[str, list[str]] = defaultdict(list)
+    for old in json.loads(args.again.read_text()) if args.again else ():
+        if old["status"] == "survived":
+            survivors[old["mutant"]["template"]].append(old["mutant"]["shown"])
     bench = Bench(args.adapter)
     print(f"{len(bench.pairs)} cases on routes, {len(bench.kernels)} kernels", flush=True)
     every: list[Outcome] = []
-    for template in args.templates or template_names():
+    for template in args.templates or list(survivors) or template_names():
         outcomes = []
-        for outcome in run(bench, template, args.count):
+        wanted = survivors[template]
+        judged = run_again(bench, template, wanted) if wanted else run(bench, template, args.count)
+        for outcome in judged:
             outcomes.append(outcome)
             if outcome.status == "survived" and not explained(outcome):
                 m = outcome.mutant
-                print(f"  survived {m.template}:{m.line}: {m.rule}: {m.source}", flush=True)
+                print(f"  survived {m.template}:{m.line}: {m.shown}", flush=True)
+            if args.json:
+                found = [asdict(outcome) for outcome in every + outcomes]
+                args.json.write_text(json.dumps(found, indent=1))
         every += outcomes
         counts = ", ".join(f"{n} {s}" for s, n in sorted(summary(outcomes).items()))
         seconds = sum(o.seconds for o in outcomes)
@@ -476,8 +567,6 @@ def main() -> int:
             f"{template}: {counts}; killed {share_killed(outcomes):.1%} ({seconds:.0f} s)",
             flush=True,
         )
-    if args.json:
-        args.json.write_text(json.dumps([asdict(outcome) for outcome in every], indent=1))
     print(f"all: killed {share_killed(every):.1%} of the mutants that run")
     return 0 if share_killed(every) >= 0.95 else 1
 

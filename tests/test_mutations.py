@@ -1,7 +1,19 @@
 """Seeded bugs: how the mutants are made (here), and that the corpus kills them (marker slow)."""
 
 import pytest
-from mutations import Bench, explained, mutants, run, sample, share_killed, summary, template_names
+from mutations import (
+    EXPLAINED,
+    SUFFIX,
+    TEMPLATES,
+    Bench,
+    explained,
+    mutants,
+    run,
+    sample,
+    share_killed,
+    summary,
+    template_names,
+)
 
 SOURCE = """{# if (x < 1u) #}
 {{ header }}
@@ -38,6 +50,20 @@ def test_mutants_are_single_changes():
     assert found["no early return"] == ["if (i <= n) { ; }"]
 
 
+def test_a_mutant_shows_its_change():
+    shown = [mutant.shown for mutant in mutants("made_up", SOURCE)]
+    assert "if (i [<= -> <] n) { return; }" in shown
+    assert "[y[i] = cos_at(i) * y[i]; -> ;]" in shown
+    twice = [mutant.shown for mutant in mutants("made_up", "a();\n  return;\nb();\n  return;\n")]
+    assert twice == ["a(); [return; -> ;]", "b(); [return; -> ;]"]
+
+
+def test_what_is_explained_is_a_mutant():
+    for template, shown in EXPLAINED:
+        source = (TEMPLATES / f"{template}{SUFFIX}").read_text("utf-8")
+        assert shown in {mutant.shown for mutant in mutants(template, source)}, (template, shown)
+
+
 def test_a_sample_is_spread_over_the_rules():
     every = mutants("made_up", SOURCE)
     assert sample(every, 99) == every
@@ -47,8 +73,6 @@ def test_a_sample_is_spread_over_the_rules():
 
 
 def test_every_template_has_enough_places():
-    from mutations import SUFFIX, TEMPLATES
-
     counts = {
         n: len(mutants(n, (TEMPLATES / f"{n}{SUFFIX}").read_text())) for n in template_names()
     }
