@@ -185,9 +185,9 @@ def _finding(job: _Job, measured: dict[_Candidate, float], by_rule: _Candidate) 
 # -- what is measured ------------------------------------------------------------------------------
 
 
-def default_works(software: bool, quick: bool) -> list[Work]:
+def default_works(gpu: Gpu, quick: bool) -> list[Work]:
     """Calls whose classes cover common models: a finding holds for half to twice each size."""
-    if software:
+    if gpu.caps.software:
         small = GqaWork("", 1, heads=8, kv_heads=2, head_size=64, dtype="float32")
         large = GqaWork("", 1, dtype="float32")
         return [

@@ -1,4 +1,6 @@
-"""The command `ort-webgpu`: devices, explain, run, compare, conformance, bench. Needs extra `cli`.
+"""The command `ort-webgpu`: devices, explain, run, compare, conformance, bench, tune, external.
+
+Needs the extra `cli`.
 
 Exit status: 0 all well, 1 a difference or failure was found, 2 wrong use.
 """
@@ -58,6 +60,7 @@ from ort_webgpu.cli_options import (
     Seed,
     Steps,
     Tolerances,
+    TunedModel,
     Verbose,
     bounds,
     bounds_by_output,
@@ -341,6 +344,72 @@ def bench(context: typer.Context) -> None:
     from ort_webgpu.conformance.bench import main as run_bench
 
     raise typer.Exit(run_bench(context.args))
+
+
+@app.command()
+def tune(
+    model: TunedModel = None,
+    adapter: Adapter = "auto",
+    backend: Backend = "auto",
+    quick: Annotated[bool, typer.Option(help="Fewer shapes, no tiles of kernels.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Only print what is stored.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Only delete what is stored.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure routes and their settings on an adapter, and keep what is best for later sessions.
+
+    Results are kept in the user's cache directory (or ORT_WEBGPU_CACHE_DIR), for this adapter,
+    driver and version; sessions use them unless they are made with tuned=False. Without MODEL
+    common shapes are measured.
+    """
+    from ort_webgpu import tuning
+    from ort_webgpu.cli_tuned import print_findings, print_stored
+    from ort_webgpu.device import open_gpu
+
+    if clear and show:
+        raise typer.BadParameter("--show and --clear exclude each other", param_hint="--clear")
+    gpu = open_gpu(int(adapter) if adapter.isdigit() else adapter, backend)
+    if gpu is None:
+        raise typer.BadParameter("there is no adapter; see `ort-webgpu devices`")
+    if clear:
+        path, there = tuning.file_of(gpu.info), tuning.clear(gpu.info)
+        console.print(f"deleted {path}" if there else "nothing is tuned", soft_wrap=True)
+        return
+    if not show:
+        findings, wrong = _tuned(gpu, model, quick)
+        if not findings:
+            raise typer.Exit(1)
+        path = tuning.store(gpu.info, findings)
+    stored = tuning.read(gpu.info)
+    if as_json:
+        _print_json(dataclasses.asdict(stored))
+    elif show:
+        print_stored(stored, console)
+    else:
+        print_findings(findings, console)
+        console.print(f"kept in {path}", highlight=False, soft_wrap=True)
+    if not show and wrong:
+        raise typer.Exit(1)
+
+
+def _tuned(gpu: Any, model: Path | None, quick: bool) -> tuple[list[Any], list[str]]:
+    """What is found for each class of calls, and lines about what was wrong, which are printed."""
+    from ort_webgpu.conformance import tune
+
+    works = tune.model_works(gpu, model, quick) if model else tune.default_works(gpu, quick)
+    findings, wrong = [], []
+    told = Console(stderr=True)
+    for work in track(works, "measuring", console=told, transient=True):
+        try:
+            finding, lines = tune.tune_work(gpu, work, quick)
+        except OrtWebGpuError as error:  # a call too large for this adapter; the others count
+            lines = [str(error)]
+        else:
+            findings.append(finding)
+        wrong += lines
+        for line in lines:
+            told.print(line, highlight=False, soft_wrap=True, markup=False)
+    return findings, wrong
 
 
 @app.command()

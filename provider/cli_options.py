@@ -6,6 +6,10 @@ from typing import Annotated
 import typer
 
 ModelPath = Annotated[Path, typer.Argument(help="The model file.", exists=True, dir_okay=False)]
+TunedModel = Annotated[
+    Path | None,
+    typer.Argument(metavar="MODEL", help="Its nodes' shapes.", exists=True, dir_okay=False),
+]
 Adapter = Annotated[
     str,
     typer.Option(help="auto, hardware, software, none, part of a name, or an index of `devices`."),

@@ -3,6 +3,7 @@
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,14 @@ def shared() -> Path:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's own name, so that order and selection change nothing."""
     return np.random.default_rng(_seed(request))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_tuned_results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the user has tuned changes no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORT_WEBGPU_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "untuned"))
+        yield
 
 
 @pytest.fixture(autouse=True)
