@@ -1,5 +1,9 @@
 """Seeded bugs: how the mutants are made (here), and that the corpus kills them (marker slow)."""
 
+import os
+import time
+
+import mutations
 import pytest
 from mutations import (
     EXPLAINED,
@@ -62,6 +66,20 @@ def test_what_is_explained_is_a_mutant():
     for template, shown in EXPLAINED:
         source = (TEMPLATES / f"{template}{SUFFIX}").read_text("utf-8")
         assert shown in {mutant.shown for mutant in mutants(template, source)}, (template, shown)
+
+
+def test_only_a_child_that_says_nothing_has_hung(monkeypatch):
+    monkeypatch.setattr(mutations, "SECONDS", 0.5)
+
+    def slow(alive):
+        for _ in range(6):
+            time.sleep(0.15)
+            alive()
+        return "done"
+
+    assert mutations._forked(slow) == ("ok", "done")
+    assert mutations._forked(lambda _: time.sleep(60)) == ("timeout", None)
+    assert mutations._forked(lambda _: os._exit(3)) == ("died", None)
 
 
 def test_a_sample_is_spread_over_the_rules():
