@@ -85,7 +85,10 @@ class _Job:
         return checked(self.gpu, self.call, self.sample, program, self.sets[0], self.rng)
 
     def seconds(self, candidate: _Candidate, best: float = np.inf) -> float:
-        """Of one call; less exact where that is far from `best`."""
+        """Of one call, the fastest of several: what else the machine does only adds to it.
+
+        Less exact where that is far from `best`.
+        """
         program = self.program(candidate)
         scratch = {name: self.gpu.allocate(size) for name, size in program.scratch}
         programs = [(program, {**operands, **scratch}) for operands in self.sets]
@@ -93,7 +96,7 @@ class _Job:
         hopeless = first > best * _HOPELESS[self.gpu.caps.software]
         if hopeless and first * len(programs) > _WAIT:
             return first
-        return max(1e-9, seconds_of(self.gpu, programs).median / len(programs))
+        return max(1e-9, seconds_of(self.gpu, programs).low / len(programs))
 
     def _once(self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]) -> float:
         output = self.call.outputs[0]

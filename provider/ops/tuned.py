@@ -11,7 +11,8 @@ from functools import cached_property
 
 __all__ = ["CallClass", "Finding", "Tuned", "milliseconds"]
 
-_NEAR = 1.0  # doublings between a call and what was measured, in each size
+_NEAR = 2  # times, up to which each size of a call may differ from what was measured
+_REMEMBERED = 1024  # calls whose finding is not looked for again
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class CallClass:
 
     def distance(self, other: "CallClass") -> float:
         """Doublings between the sizes of two of one kind; infinite where they are too far apart."""
-        pairs = ((self.rows, other.rows), (self.keys, other.keys), (self.heads, other.heads))
-        steps = [abs(math.log2(max(1, a) / max(1, b))) for a, b in pairs]
-        return sum(steps) if max(steps) <= _NEAR else math.inf
+        pairs = ((self.keys, other.keys), (self.rows, other.rows), (self.heads, other.heads))
+        if any(a > _NEAR * b or b > _NEAR * a for a, b in pairs):
+            return math.inf
+        return sum(abs(math.log2(a / b)) for a, b in pairs if a and b)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,15 @@ class Tuned:
 
     def find(self, calls: CallClass) -> Finding | None:
         """What holds for such calls: measured at sizes within a factor of two, or nothing."""
+        try:
+            return self._known[calls]
+        except KeyError:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            found = self._known[calls] = self._nearest(calls)
+            return found
+
+    def _nearest(self, calls: CallClass) -> Finding | None:
         nearest, least = None, math.inf
         for finding in self._by_kind.get(calls.kind, ()):
             distance = calls.distance(finding.calls)
@@ -95,6 +106,10 @@ class Tuned:
         """The setting to take in place of the rule's, None where the rule holds."""
         finding = self.find(calls)
         return dict(finding.settings).get(route) if finding else None
+
+    @cached_property
+    def _known(self) -> dict[CallClass, Finding | None]:
+        return {}
 
     @cached_property
     def _by_kind(self) -> dict[tuple, list[Finding]]:
