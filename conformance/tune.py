@@ -71,9 +71,9 @@ class _Job:
 
     def caps(self, candidate: _Candidate) -> Caps:
         """Caps by which the candidate's route takes the candidate's setting."""
-        time = (candidate.name, 1.0)
+        figure = (candidate.name, 1.0)
         settings = ((candidate.name, candidate.setting),)
-        finding = Finding(self.call.problem.core.call_class, (time,), time, settings)
+        finding = Finding(self.call.problem.core.call_class, (figure,), figure, settings)
         return replace(self.gpu.caps, tuned=Tuned((finding,)))
 
     def program(self, candidate: _Candidate) -> Program:
@@ -161,15 +161,13 @@ def _settings(job: _Job, route: ComposedRoute, quick: bool) -> Iterator[_Candida
 
 def _finding(job: _Job, measured: dict[_Candidate, float], by_rule: _Candidate) -> Finding:
     """The best of `measured`, if it is clearly better than the rule's again and again."""
-    best = min(measured, key=measured.__getitem__)
-    chosen = best
-    for _ in range(_ROUNDS if best is not by_rule else 0):
-        if measured[best] > measured[by_rule] * _GAIN:
+    chosen = min(measured, key=measured.__getitem__)
+    for further in range(_ROUNDS + 1):
+        if further:
+            measured |= {one: job.seconds(one) for one in (by_rule, chosen)}
+        if measured[chosen] > measured[by_rule] * _GAIN:
             chosen = by_rule
             break
-        measured |= {one: job.seconds(one) for one in (by_rule, best)}
-    if measured[best] > measured[by_rule] * _GAIN:
-        chosen = by_rule
     by_route: dict[str, float] = {}
     for candidate, seconds in measured.items():
         by_route[candidate.name] = min(seconds, by_route.get(candidate.name, np.inf))
