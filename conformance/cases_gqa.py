@@ -53,7 +53,7 @@ class GqaConfig:
     "off"/"half"/"interleaved"/"half_partial"/"interleaved_partial"; bias "off" or the broadcast
     ("11", "B1", "1N", "BN"); sink "off"/"sink"/"smooth"/"both"; scale "default"/"given"/"negative";
     norm "off"/"one"/"each"; window -1 is off; window_extra >= 0 makes a sliding_window_cache of
-    capacity window + window_extra.
+    capacity window + window_extra; stale "large"/"nan" is in rows of the past that nobody may read.
     """
 
     dtype: str = "f32"
@@ -80,6 +80,7 @@ class GqaConfig:
     quant: str = "tensor"
     in_place: bool = False
     window_extra: int = -1
+    stale: str = "large"
 
     @property
     def heads(self) -> int:
@@ -115,6 +116,7 @@ class GqaConfig:
             f"per_{self.quant}": self.bits > 0,
             "in_place": self.in_place,
             "window_cache": self.window_extra >= 0,
+            "stale_nan": self.stale == "nan",
             "batch": self.batch > 1,
             "grouped": self.group > 1,
         }
@@ -139,6 +141,7 @@ class GqaConfig:
             f"qk{self.output_qk}": self.output_qk > 0,
             f"{self.cache}": self.cache != "same",
             f"{self.quant}": self.bits > 0,
+            "stale_nan": self.stale == "nan",
         }
         parts += [word for word, on in named.items() if on]
         for word in ("rotary", "bias", "sink", "scale", "norm"):
@@ -313,7 +316,9 @@ class _Builder:
             past = past.astype(np.float32 if self.dtype == np.float16 else np.float16)
         if c.window_extra < 0 and c.causal:
             for b in range(c.batch):
-                past[b, :, self.plan.lengths[b] :] += past.dtype.type(GARBAGE)
+                past[b, :, self.plan.lengths[b] :] += past.dtype.type(
+                    np.nan if c.stale == "nan" else GARBAGE
+                )
         return past
 
     def _scales(self) -> Array:

@@ -152,7 +152,15 @@ _ON_CARD = (
 _SEEDED_BUGS = (
     # more shares of the keys than attention_merge has lanes for a column
     GqaConfig(phase="decode_static", head_size=256, kv_heads=1, group=1, length=700),
-)
+    # a weight of 0 does not hide what a key that nobody sees has for a value
+    GqaConfig(phase="decode_static", head_size=64, length=33, batch=2, ragged=True, in_place=True,
+              stale="nan"),
+    GqaConfig(phase="chunk_static", head_size=40, length=17, dtype="f16", in_place=True,
+              stale="nan"),
+    GqaConfig(phase="chunk_static", head_size=64, length=70, kv_heads=1, bias="BN", in_place=True,
+              stale="nan"),
+    GqaConfig(phase="prompt_static", head_size=32, length=47, group=3, in_place=True, stale="nan"),
+)  # fmt: skip
 """Calls without which a seeded bug lives (tests/mutations.py)."""
 
 
