@@ -53,7 +53,8 @@ class GqaConfig:
     "off"/"half"/"interleaved"/"half_partial"/"interleaved_partial"; bias "off" or the broadcast
     ("11", "B1", "1N", "BN"); sink "off"/"sink"/"smooth"/"both"; scale "default"/"given"/"negative";
     norm "off"/"one"/"each"; window -1 is off; window_extra >= 0 makes a sliding_window_cache of
-    capacity window + window_extra; stale "large"/"nan" is in rows of the past that nobody may read.
+    capacity window + window_extra; stale "large"/"nan" is in rows of the past that nobody may read;
+    loud multiplies the last key, which only the last query sees; shift is added to every bias.
     """
 
     dtype: str = "f32"
@@ -81,6 +82,8 @@ class GqaConfig:
     in_place: bool = False
     window_extra: int = -1
     stale: str = "large"
+    loud: float = 1.0
+    shift: float = 0.0
 
     @property
     def heads(self) -> int:
@@ -117,6 +120,7 @@ class GqaConfig:
             "in_place": self.in_place,
             "window_cache": self.window_extra >= 0,
             "stale_nan": self.stale == "nan",
+            "large_scores": self.loud != 1.0 or self.shift != 0.0,
             "batch": self.batch > 1,
             "grouped": self.group > 1,
         }
@@ -142,6 +146,8 @@ class GqaConfig:
             f"{self.cache}": self.cache != "same",
             f"{self.quant}": self.bits > 0,
             "stale_nan": self.stale == "nan",
+            f"loud{self.loud:g}": self.loud != 1.0,
+            f"shift{self.shift:g}": self.shift != 0.0,
         }
         parts += [word for word, on in named.items() if on]
         for word in ("rotary", "bias", "sink", "scale", "norm"):
@@ -295,11 +301,10 @@ class _Builder:
             return self._normal(c.batch, s, (c.heads + 2 * c.kv_heads) * c.head_size), None, None
         rows = s if self.plan.new_keys is None else self.plan.new_keys
         shape = (c.batch, rows, c.kv_heads * c.head_size)
-        return (
-            self._normal(c.batch, s, c.heads * c.head_size),
-            self._normal(*shape),
-            self._normal(*shape),
-        )
+        query = self._normal(c.batch, s, c.heads * c.head_size)
+        key, value = self._normal(*shape), self._normal(*shape)
+        key[:, -1:] *= key.dtype.type(c.loud)
+        return query, key, value
 
     def _past(self, which: str) -> Array | None:
         """The cache; rows that no query may see hold garbage."""
@@ -351,7 +356,8 @@ class _Builder:
         c = self.config
         first = c.batch if c.bias[0] == "B" else 1
         second = c.heads if c.bias[1] == "N" else 1
-        return self._normal(first, second, self.plan.new, self.plan.total)
+        bias = self._normal(first, second, self.plan.new, self.plan.total)
+        return bias + bias.dtype.type(c.shift)
 
     def _without_ties(self, case: Case) -> Case:
         """Redraw keys whose quantized byte would depend on the rounding of a float32 rotation."""

@@ -98,6 +98,15 @@ _PAD_OF_WORD = (
     "behind an odd number of elements it writes the next word, which the binding, whole groups of"
     " 16 bytes, has as padding; nobody reads it"
 )
+_HIDDEN = "hidden keys have the score LOWEST, whose weight is 0"
+_BEHIND = "keys behind the end are hidden, whatever is read for them"
+_ONCE = "rows are no more than lanes, so the loop runs once at most"
+_COVERED = "shares only get larger, and still cover the span once"
+_CLAMPED = "lanes behind the last column clamp to it and write the same values once more"
+_NO_COLUMN = "the column behind the last is summed up for nothing: it is not written"
+_NO_TOKEN = "tokens that do not exist are not written"
+_CHECKED = "each row is checked once more before it is written"
+_NOTHING = "such a tile is computed for nothing: row_stats does not count it"
 _NO_ROW = "rows that do not exist may hold anything: ORT leaves them unspecified, so no case looks"
 _SAME_AGAIN = "lanes behind the last wrap around and write words of v_out once more, the same ones"
 _PREPARE = "prepare, which runs after, writes the row anyway"
@@ -117,7 +126,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     (
         "attention_flash",
         "if (i32(first / {{ GROUP }}u) [>= -> >] seq_at(b, 1u)) { return; }",
-    ): _OTHERS_ROW,
+    ): _CHECKED,
     (
         "attention_merge",
         "for (var i = lane; i < u.splits; i [+= -> =] {{ W }}u) { states[i] = part_ml[slot + i]; }",
@@ -223,6 +232,161 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "rows",
         "if (row >= rows) { return [0 -> 1]u; }",
     ): _PAD_OF_HALVES,
+    (
+        "attention_common",
+        "if (i32(s0) >= valid) { return vec2<u32>([0 -> 1]u, 0u); }",
+    ): "no loop over keys begins: its end is 0",
+    (
+        "attention_common",
+        "if (i32(s0) >= valid) { return vec2<u32>(0u, [0 -> 1]u); }",
+    ): "the one key is hidden from each of the rows",
+    (
+        "attention_splitk",
+        "if (j [< -> <=] end) {",
+    ): (
+        "the reference may be of one key more, whose weight is 0 here and whose raw score is right"
+    ),
+    (
+        "attention_splitk",
+        "let seen = j < end [&& -> ||] j >= see{{ i }}.x && j < see{{ i }}.y;",
+    ): _HIDDEN,
+    (
+        "attention_splitk",
+        "let seen = j < end && j >= see{{ i }}.x [&& -> ||] j < see{{ i }}.y;",
+    ): _HIDDEN,
+    (
+        "attention_splitk",
+        "if (column + {{ c * VP }}u [< -> <=] {{ V4 }}u) {",
+    ): _NO_COLUMN,
+    (
+        "attention_rows",
+        "let share = (span.y [- -> +] span.x + u.splits - 1u) / u.splits;",
+    ): _COVERED,
+    (
+        "attention_rows",
+        "let share = (span.y - span.x + u.splits [- -> +] 1u) / u.splits;",
+    ): _COVERED,
+    (
+        "attention_rows",
+        "let share = (span.y - span.x + u.splits - [1 -> 0]u) / u.splits;",
+    ): _COVERED,
+    (
+        "attention_rows",
+        "let share = (span.y - span.x + u.splits - 1u) [/ -> *] u.splits;",
+    ): _COVERED,
+    (
+        "attention_rowstats",
+        "for (var row = lane; row < {{ BM }}u; row [+= -> =] {{ workgroup_size }}u) {",
+    ): _ONCE,
+    (
+        "attention_apply_matrix",
+        "for (var i = lane; i < {{ BM }}u; i [+= -> =] {{ W }}u) {",
+    ): _ONCE,
+    (
+        "attention_apply_matrix",
+        "for (var i = lane; i [< -> <=] {{ BM * BK // 4 }}u; i += {{ W }}u) {",
+    ): "the lane that puts one too many puts the value that belongs there next",
+    (
+        "attention_apply_matrix",
+        'p.{{ "xyzw"[c] }} = select(0.0, weight(scores[at + {{ c }}u], m), start + k + {{ c }}u'
+        " >= place.x [&& -> ||] start + k + {{ c }}u < place.y);",
+    ): _HIDDEN,
+    (
+        "attention_apply_matrix",
+        'p.{{ "xyzw"[c] }} = select(0.0, weight(scores[at + {{ c }}u], m), start + k + {{ c }}u'
+        " >= place.x && start + k + {{ c }}u [< -> <=] place.y);",
+    ): _HIDDEN,
+    (
+        "attention_apply_matrix",
+        "let x = v_load(key_row(b, tile.kv_head, min(key, tile.span.y [- -> +] 1u)) * {{ V4 }}u"
+        " + min(c, {{ V4 - 1 }}u));",
+    ): _BEHIND,
+    (
+        "attention_apply_matrix",
+        "let x = v_load(key_row(b, tile.kv_head, min(key, tile.span.y - [1 -> 0]u)) * {{ V4 }}u"
+        " + min(c, {{ V4 - 1 }}u));",
+    ): _BEHIND,
+    (
+        "attention_apply_matrix",
+        "select(vec4<f32>(0.0), x, key < tile.span.y [&& -> ||] c < {{ V4 }}u));",
+    ): (
+        "keys behind the end repeat the last value and weigh 0; columns behind the last are not"
+        " written"
+    ),
+    (
+        "attention_scores_matrix",
+        "if (start [>= -> >] tile.span.y) { return; }",
+    ): _NOTHING,
+    (
+        "attention_scores_matrix",
+        "if (start >= tile.span.y) { [return; -> ;] }",
+    ): _NOTHING,
+    (
+        "attention_scores_matrix",
+        "let last_key = tile.span.y [- -> +] 1u;",
+    ): _BEHIND,
+    (
+        "attention_scores_matrix",
+        "let last_key = tile.span.y - [1 -> 0]u;",
+    ): _BEHIND,
+    (
+        "attention_scores_matrix",
+        "for (var i = lane; i < {{ BM }}u; i [+= -> =] {{ W }}u) { places[i] = row_at(tile, i); }",
+    ): _ONCE,
+    (
+        "attention_scores_matrix",
+        "l += select(0.0, weight(results[row * {{ RS }}u + c], m), j >= place.x [&& -> ||] j <"
+        " place.y);",
+    ): _HIDDEN,
+    (
+        "attention_scores_matrix",
+        "l += select(0.0, weight(results[row * {{ RS }}u + c], m), j >= place.x && j [< -> <=]"
+        " place.y);",
+    ): _HIDDEN,
+    (
+        "attention_tile",
+        "let span = visible_span(b, first / {{ GROUP }}u, last [/ -> *] {{ GROUP }}u);",
+    ): "keys that no row of the tile sees are hidden from each",
+    (
+        "gemm_matrix",
+        "for (var start = 0u; start [< -> <=] u.depth; start += {{ BK }}u) {",
+    ): "one more step, of zeros",
+    (
+        "gemm_matrix",
+        "let token = min(first_token + row, u.tokens [- -> +] 1u);",
+    ): _NO_TOKEN,
+    (
+        "gemm_matrix",
+        "let token = min(first_token + row, u.tokens - [1 -> 0]u);",
+    ): _NO_TOKEN,
+    (
+        "gemm_matrix",
+        "if (loaded_group [>= -> >] {{ GROUPS }}u) { return; }",
+    ): _CLAMPED,
+    (
+        "gemm_matrix",
+        "if (loaded_group >= {{ GROUPS }}u) { [return; -> ;] }",
+    ): _CLAMPED,
+    (
+        "attention_flash",
+        "for (var start = span.x; start [< -> <=] span.y; start += {{ BN }}u) {",
+    ): "one more tile, of hidden keys",
+    (
+        "attention_flash",
+        "let inside{{ k }} = min(j{{ k }}, span.y - [1 -> 0]u);",
+    ): _BEHIND,
+    (
+        "attention_flash",
+        "if (start < low || start + {{ BN }}u [> -> >=] high) {",
+    ): "one more tile is masked where nothing is hidden",
+    (
+        "attention_flash",
+        "let seen{{ k }} = j{{ k }} >= see{{ i }}.x [&& -> ||] j{{ k }} < see{{ i }}.y;",
+    ): _HIDDEN,
+    (
+        "attention_flash",
+        "if (i32(first / {{ GROUP }}u) >= seq_at(b, 1u)) { [return; -> ;] }",
+    ): _CHECKED,
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
@@ -339,8 +503,9 @@ class Bench:
         # A mutant is judged on the first kernels it changes: let them be of all operators.
         random.Random(0).shuffle(self.kernels)
         self._texts = {k: rendering.render(k, self.caps.dialect) for k in self.kernels}
-        # Literal cases are small and sit on edges; what a sample does not find they may.
-        self._edges = [pair for pair in self.pairs if "literal" in pair.case.features] + large
+        # These are small and sit on edges; what a sample does not find they may.
+        edges = {"literal", "stale_nan", "large_scores"}
+        self._edges = [pair for pair in self.pairs if pair.case.features & edges] + large
         self._edge_kernels = list(dict.fromkeys(k for pair in self._edges for k in pair.kernels))
         self._expected: dict[Case, Expected] = {}
 
