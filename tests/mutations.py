@@ -137,7 +137,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): "the column behind the last is summed up for nothing: no other lane takes that sum",
     (
         "attention_merge",
-        "} [workgroupBarrier(); -> ;]",
+        "write_out(row, head, at, sum * factor); [workgroupBarrier(); -> ;]",
     ): "there is a next pass only where columns take all lanes; then no lane reads another's sum",
     (
         "attention_serial",
@@ -387,6 +387,10 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "attention_flash",
         "if (i32(first / {{ GROUP }}u) >= seq_at(b, 1u)) { [return; -> ;] }",
     ): _CHECKED,
+    (
+        "attention_splitk",
+        "let seen = j [< -> <=] end && j >= see{{ i }}.x && j < see{{ i }}.y;",
+    ): "the score of the key behind the share is LOWEST here, whose weight is 0",
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
@@ -396,7 +400,7 @@ class Mutant:
     """One change: `rule` at characters `start` to `end` of a template, now `text`.
 
     `shown` is the line with the change marked, as in "if (i [< -> <=] n) {"; where the template has
-    that line more than once, the line before it comes first.
+    that line more than once, the last line of WGSL before it comes first.
     """
 
     template: str
@@ -446,8 +450,9 @@ def _marked(source: str, start: int, end: int, text: str) -> str:
     marked = f"{source[begin:start]}[{source[start:end]} -> {text}]{source[end:stop]}".strip()
     if [other.strip() for other in source.splitlines()].count(line) == 1:
         return marked
-    before = source[:begin].rstrip()
-    return f"{before[before.rfind(chr(10)) + 1 :].strip()} {marked}"
+    lines = [other.strip() for other in source[:begin].splitlines()]
+    told = [other for other in lines if not re.fullmatch(r"\}?|\{%.*%\}", other)]
+    return f"{told[-1]} {marked}"
 
 
 def sample(every: Sequence[Mutant], count: int) -> list[Mutant]:
