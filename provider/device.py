@@ -6,11 +6,11 @@ them, and a Program is checked against its kernels and the limits before it is r
 """
 
 import contextlib
+import heapq
 import importlib
-import operator
+import itertools
 import os
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +34,7 @@ _PACKAGES = {"wgpu": "wgpu", "dawn": "wgpudawn"}
 _UNIFORM_SLOT = 256  # the largest offset alignment that WebGPU allows
 _VARYING_SUBGROUPS = {0x8086: 8, 0x1002: 32, 0x5143: 64, 0x13B5: 4}  # Intel, AMD, Qualcomm, Arm
 _POOL_LIMIT = 1 << 30  # idle bytes kept for reuse, per device
+_SIZE_BITS = 40  # of a DeviceBuffer's key
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,24 @@ class Counters:
 
 
 class DeviceBuffer:
-    """`nbytes` of device memory; it goes back to its pool when the last reference dies."""
+    """`nbytes` of device memory; it goes back to its pool when the last reference dies.
 
-    __slots__ = ("__weakref__", "capacity", "gpu", "nbytes", "raw")
+    `binding_size` are the bytes that a binding covers: what the tensor needs, in whole groups of
+    16. `key` stands for memory and binding size: equal keys make equal bindings.
+    """
 
-    def __init__(self, gpu: "Gpu", raw: Any, nbytes: int, capacity: int):
-        self.gpu, self.raw, self.nbytes, self.capacity = gpu, raw, nbytes, capacity
-        weakref.finalize(self, gpu._give_back, raw, capacity).atexit = False
+    __slots__ = ("__weakref__", "binding_size", "capacity", "gpu", "key", "nbytes", "raw", "serial")
 
-    @property
-    def binding_size(self) -> int:
-        """Bytes that a binding covers: what the tensor needs, in whole groups of 16."""
-        return min(self.capacity, max(16, -(-self.nbytes // 16) * 16))
+    def __init__(self, gpu: "Gpu", serial: int, raw: Any, nbytes: int, capacity: int):
+        self.gpu, self.serial, self.raw = gpu, serial, raw
+        self.nbytes, self.capacity = nbytes, capacity
+        self.binding_size = min(capacity, max(16, -(-nbytes // 16) * 16))
+        self.key = serial << _SIZE_BITS | self.binding_size
+
+    def __del__(self) -> None:
+        # Called by the garbage collector, possibly while this thread holds a lock: append only.
+        # The Gpu holds `raw` as well, or its own finalizer would run beside this one.
+        self.gpu._returned.append((self.serial, self.capacity))
 
 
 @dataclass
@@ -91,8 +98,21 @@ class _Pipeline:
 
 @dataclass
 class _Pool:
-    free: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """Serial numbers of idle memory by capacity, as heaps: the oldest is taken first, so that equal
+    runs get equal memory, and with it the bind groups of the run before."""
+
+    free: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     idle_bytes: int = 0
+
+
+@dataclass
+class _Ring:
+    """The uniform blocks on the device. Each keeps its place until the ring comes round, so blocks
+    that were there in an earlier submit, as those of equal layers are, need no upload."""
+
+    raw: Any
+    places: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
+    end: int = 0
 
 
 class Gpu:
@@ -104,8 +124,10 @@ class Gpu:
         self._package = package
         self._lock = threading.RLock()
         self._pool_lock = threading.Lock()
-        self._returned: list[tuple[Any, int]] = []
+        self._memory: dict[int, Any] = {}
+        self._returned: list[tuple[int, int]] = []
         self._pool = _Pool()
+        self._serials = itertools.count(1)
         self._pipelines: dict[Kernel, _Pipeline] = {}
         self._bind_groups: dict[tuple, Any] = {}
         self._programs: dict[int, tuple[Program, list[tuple]]] = {}
@@ -114,8 +136,7 @@ class Gpu:
         self._vendor = int(adapter.info.get("vendor_id") or 0)
         self._device, self.caps = _request(info, adapter)
         self._queue = self._device.queue
-        self._uniforms = self._raw_buffer(1 << 16, "UNIFORM | COPY_DST")
-        self._blocks: list[np.ndarray] = []
+        self._ring = _Ring(self._raw_buffer(1 << 16, "UNIFORM | COPY_DST"))
         if self.caps.subgroup_max:
             self.caps = self._measured_subgroups()
 
@@ -139,12 +160,15 @@ class Gpu:
             free = self._pool.free.get(capacity)
             if free:
                 self._pool.idle_bytes -= capacity
-                return DeviceBuffer(self, free.pop(), nbytes, capacity)
+                serial = heapq.heappop(free)
+                return DeviceBuffer(self, serial, self._memory[serial], nbytes, capacity)
         with self._lock:
             raw = self._raw_buffer(capacity, "STORAGE | COPY_SRC | COPY_DST")
         self.counters.allocations += 1
         self.counters.allocated_bytes += capacity
-        return DeviceBuffer(self, raw, nbytes, capacity)
+        serial = next(self._serials)
+        self._memory[serial] = raw
+        return DeviceBuffer(self, serial, raw, nbytes, capacity)
 
     def upload(self, array: np.ndarray) -> DeviceBuffer:
         """A new buffer holding `array`, row-major, padded to whole groups of four bytes."""
@@ -335,24 +359,24 @@ class Gpu:
     def _prepared(
         self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]
     ) -> list[tuple]:
-        """Pipeline, uniform block, buffers and grid of each launch; the blocks are uploaded."""
-        prepared = [
-            (pipeline, block, [operands[name] for name in names], grid)
-            for program, given in programs
-            for operands in [self._with_scratch(program, given)]
-            for pipeline, block, names, grid in self._encoded(program)
-        ]
-        if prepared:
-            self._write_uniforms([uniforms for _, uniforms, _, _ in prepared])
+        """Pipeline, bind group, uniform offset and grid of each launch, uniforms uploaded."""
+        encoded = [self._encoded(program) for program, _ in programs]
+        self._place([block for launches in encoded for _, block, _, _ in launches])
+        places = self._ring.places
+        prepared = []
+        for launches, (program, given) in zip(encoded, programs, strict=True):
+            # Scratch is free again for the next program: its commands run after these
+            operands = self._with_scratch(program, given)
+            for pipeline, block, names, grid in launches:
+                group = self._bind_group(pipeline, [operands[name] for name in names])
+                prepared.append((pipeline, group, places[id(block)][0], grid))
         return prepared
 
     def _record(self, compute: Any, prepared: list[tuple]) -> None:
-        offset = 0
-        for pipeline, uniforms, buffers, grid in prepared:
+        for pipeline, group, offset, grid in prepared:
             compute.set_pipeline(pipeline.raw)
-            compute.set_bind_group(0, self._bind_group(pipeline, offset, buffers))
+            compute.set_bind_group(0, group, (offset,))
             compute.dispatch_workgroups(*grid)
-            offset += _slots(uniforms.nbytes)
 
     def _guarded(self, doing: str) -> "_Guard":
         return _Guard(self, doing)
@@ -365,23 +389,21 @@ class Gpu:
                 f"adapter {self.info.name!r} could not allocate {size:,} bytes: {error}"
             ) from error
 
-    def _give_back(self, raw: Any, capacity: int) -> None:
-        # Called by the garbage collector, possibly while this thread holds a lock: append only.
-        self._returned.append((raw, capacity))
-
     def _collect(self) -> None:
         while self._returned:
-            raw, capacity = self._returned.pop()
+            serial, capacity = self._returned.pop()
             if self._pool.idle_bytes + capacity <= _POOL_LIMIT:
-                self._pool.free[capacity].append(raw)
+                heapq.heappush(self._pool.free[capacity], serial)
                 self._pool.idle_bytes += capacity
             else:
-                self._forget(raw)
+                self._forget(serial)
+                del self._memory[serial]
                 self.counters.allocated_bytes -= capacity
 
-    def _forget(self, raw: Any) -> None:
-        for key in [k for k in list(self._bind_groups) if id(raw) in k[2:]]:
-            self._bind_groups.pop(key, None)
+    def _forget(self, serial: int) -> None:
+        for key in list(self._bind_groups):
+            if any(part >> _SIZE_BITS == serial for part in key[1:]):
+                self._bind_groups.pop(key, None)
 
     def _staging_buffer(self, size: int) -> Any:
         if self._staging is None or self._staging.size < size:
@@ -393,7 +415,6 @@ class Gpu:
     ) -> Mapping[str, DeviceBuffer]:
         if not program.scratch:
             return given
-        # Freed when the recording is done: commands of later submits run after these.
         return {**given, **{name: self.allocate(size) for name, size in program.scratch}}
 
     def _encoded(self, program: Program) -> list[tuple]:
@@ -431,35 +452,37 @@ class Gpu:
             raise DeviceError(f"{workgroups} workgroups exceed three dimensions of {limit}")
         return x, y, z
 
-    def _write_uniforms(self, blocks: list[np.ndarray]) -> None:
-        """Upload `blocks`, unless the last submit had the very same ones, as equal layers have."""
-        last = self._blocks
-        if len(blocks) == len(last) and all(map(operator.is_, blocks, last)):
+    def _place(self, blocks: list[np.ndarray]) -> None:
+        """Give each of `blocks` a place in the ring, and upload those that had none."""
+        ring = self._ring
+        new = {id(block): block for block in blocks if id(block) not in ring.places}
+        if not new:
             return
-        total = sum(_slots(b.nbytes) for b in blocks)
-        if total > self._uniforms.size:
-            self._uniforms = self._raw_buffer(_capacity(2 * total), "UNIFORM | COPY_DST")
-            self._bind_groups.clear()
+        total = sum(_slots(block.nbytes) for block in new.values())
+        if ring.end + total > ring.raw.size:
+            new = {id(block): block for block in blocks}
+            total = sum(_slots(block.nbytes) for block in new.values())
+            ring.places, ring.end = {}, 0
+            if total > ring.raw.size:
+                ring.raw = self._raw_buffer(_capacity(2 * total), "UNIFORM | COPY_DST")
+                self._bind_groups.clear()
         arena = np.zeros(total // 4, np.uint32)
         offset = 0
-        for block in blocks:
+        for block in new.values():
             arena[offset // 4 : offset // 4 + block.size] = block
             offset += _slots(block.nbytes)
-        self._blocks = []  # should the write fail
-        self._queue.write_buffer(self._uniforms, 0, arena)
-        self._blocks = blocks
+        self._queue.write_buffer(ring.raw, ring.end, arena)
+        for key, block in new.items():
+            ring.places[key] = ring.end, block
+            ring.end += _slots(block.nbytes)
 
-    def _bind_group(self, pipeline: _Pipeline, offset: int, buffers: list[DeviceBuffer]) -> Any:
-        bound = (part for b in buffers for part in (id(b.raw), b.binding_size))
-        key = (id(pipeline), offset, *bound)
+    def _bind_group(self, pipeline: _Pipeline, buffers: list[DeviceBuffer]) -> Any:
+        key = (id(pipeline), *[b.key for b in buffers])
         group = self._bind_groups.get(key)
         if group is not None:
             return group
         entries = [
-            {
-                "binding": 0,
-                "resource": {"buffer": self._uniforms, "offset": offset, "size": pipeline.size},
-            }
+            {"binding": 0, "resource": {"buffer": self._ring.raw, "size": pipeline.size}},
         ]
         entries += [
             {
@@ -497,7 +520,8 @@ class Gpu:
                 f" {self.info.name!r} allows {self.caps.workgroup_invocations}"
             )
         kinds = {"read": "read-only-storage", "read_write": "storage"}
-        entries = [{"binding": 0, "visibility": "COMPUTE", "buffer": {"type": "uniform"}}]
+        moving = {"type": "uniform", "has_dynamic_offset": True}
+        entries = [{"binding": 0, "visibility": "COMPUTE", "buffer": moving}]
         entries += [
             {"binding": i, "visibility": "COMPUTE", "buffer": {"type": kinds[b.access]}}
             for i, b in enumerate(kernel.bindings, start=1)

@@ -1,5 +1,7 @@
 """Values that stay on the device: fed, returned, grown in place, never silently shared."""
 
+import gc
+
 import numpy as np
 import onnx
 import pytest
@@ -7,6 +9,7 @@ from onnx import TensorProto, helper
 from session_helpers import MODEL, feeds, options
 
 from ort_webgpu import DeviceError, DeviceLostError, DeviceValue, InvalidInputError, WebGPUSession
+from ort_webgpu.ops.spec import TensorSpec
 
 PASTS = [f"past_key_values.{layer}.{part}" for layer in range(4) for part in ("key", "value")]
 PRESENTS = [name.replace("past_key_values", "present") for name in PASTS]
@@ -73,6 +76,22 @@ def test_bytes_moved_do_not_depend_on_the_context(session):
         step(session, given, device_outputs=["present*"])
         moved[past] = counters.bytes_up + counters.bytes_down - before
     assert moved[10] == moved[400] <= 64 << 10
+
+
+def test_memory_of_garbage_cycles_is_used_again(session):
+    """The garbage collector runs the finalizers of all that a cycle holds, wgpu's buffers too."""
+    gpu = session._plan.gpu
+    gc.collect()
+    kept = gpu.allocate(54321)
+    for turn in range(3):
+        cycle: list = [gpu.allocate(54321)]
+        cycle.append(cycle)
+        serial = cycle[0].serial
+        del cycle
+        gc.collect()
+        again = gpu.upload(np.full(54321, turn, np.uint8))
+        assert again.serial == serial != kept.serial
+        assert (DeviceValue(gpu, again, TensorSpec("uint8", (54321,))).numpy() == turn).all()
 
 
 def test_two_continuations_of_one_value_do_not_meet(session, reference):
