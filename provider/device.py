@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ort_webgpu.commands import commands_of, record
 from ort_webgpu.errors import (
     DeviceError,
     DeviceLostError,
@@ -136,6 +137,7 @@ class Gpu:
         self._vendor = int(adapter.info.get("vendor_id") or 0)
         self._device, self.caps = _request(info, adapter)
         self._queue = self._device.queue
+        self._commands = commands_of(self._device)
         self._ring = _Ring(self._raw_buffer(1 << 16, "UNIFORM | COPY_DST"))
         if self.caps.subgroup_max:
             self.caps = self._measured_subgroups()
@@ -203,9 +205,7 @@ class Gpu:
                 f" {target.capacity}; they must be different buffers with room for the range"
             )
         with self._guarded("copy"):
-            encoder = self._device.create_command_encoder()
-            encoder.copy_buffer_to_buffer(source.raw, 0, target.raw, 0, nbytes)
-            self._queue.submit([encoder.finish()])
+            self._commands.submit((), [(source.raw, 0, target.raw, 0, nbytes)])
         self.counters.submits += 1
 
     def move(self, regions: Sequence[tuple[DeviceBuffer, DeviceBuffer, int, int, int]]) -> None:
@@ -224,10 +224,9 @@ class Gpu:
         if not regions:
             return
         with self._guarded("copy"):
-            encoder = self._device.create_command_encoder()
-            for source, target, start, to, nbytes in regions:
-                encoder.copy_buffer_to_buffer(source.raw, start, target.raw, to, nbytes)
-            self._queue.submit([encoder.finish()])
+            self._commands.submit(
+                (), [(s.raw, start, t.raw, to, n) for s, t, start, to, n in regions]
+            )
         self.counters.submits += 1
 
     def download(self, wanted: Sequence[tuple[DeviceBuffer, TensorSpec]]) -> list[np.ndarray]:
@@ -240,26 +239,16 @@ class Gpu:
         for (buffer, spec), size in zip(wanted, sizes, strict=True):
             if size > buffer.capacity:
                 raise DeviceError(f"{spec} does not fit the buffer of {buffer.capacity} bytes")
+        ends = itertools.accumulate(sizes)
         with self._guarded("download"):
             staging = self._staging_buffer(total)
-            encoder = self._device.create_command_encoder()
-            offset = 0
-            for (buffer, _), size in zip(wanted, sizes, strict=True):
-                if size:
-                    encoder.copy_buffer_to_buffer(buffer.raw, 0, staging, offset, size)
-                offset += size
-            self._queue.submit([encoder.finish()])
-            staging.map_sync("READ", 0, total)
-            try:
-                view = np.frombuffer(staging.read_mapped(0, total, copy=False), np.uint8)
-                offset = 0
-                for array, size in zip(arrays, sizes, strict=True):
-                    target = array.reshape(-1).view(np.uint8)
-                    target[:] = view[offset : offset + target.size]
-                    offset += size
-                del view
-            finally:
-                staging.unmap()
+            copies = [
+                (buffer.raw, 0, staging, end - size, size)
+                for (buffer, _), size, end in zip(wanted, sizes, ends, strict=True)
+                if size
+            ]
+            self._commands.submit((), copies)
+            self._commands.read(staging, total, [a.reshape(-1).view(np.uint8) for a in arrays])
         self.counters.submits += 1
         self.counters.bytes_down += total
         return arrays
@@ -277,11 +266,7 @@ class Gpu:
             recorded = self._prepared(programs)
             if not recorded:
                 return
-            encoder = self._device.create_command_encoder()
-            compute = encoder.begin_compute_pass()
-            self._record(compute, recorded)
-            compute.end()
-            self._queue.submit([encoder.finish()])
+            self._commands.submit(recorded, ())
         self.counters.submits += 1
         self.counters.dispatches += len(recorded)
 
@@ -336,7 +321,7 @@ class Gpu:
         if lead:
             compute = encoder.begin_compute_pass()
             for _ in range(lead):
-                self._record(compute, recorded)
+                record(compute, recorded)
             compute.end()
         compute = encoder.begin_compute_pass(
             timestamp_writes={
@@ -345,16 +330,15 @@ class Gpu:
                 "end_of_pass_write_index": 1,
             }
         )
-        self._record(compute, recorded)
+        record(compute, recorded)
         compute.end()
         encoder.resolve_query_set(queries, 0, 2, resolved, 0)
         staging = self._staging_buffer(256)
         encoder.copy_buffer_to_buffer(resolved, 0, staging, 0, 16)
         self._queue.submit([encoder.finish()])
-        staging.map_sync("READ", 0, 16)
-        start, end = np.frombuffer(staging.read_mapped(0, 16), np.uint64)
-        staging.unmap()
-        return float(int(end) - int(start))
+        stamps = np.empty(2, np.uint64)
+        self._commands.read(staging, 16, [stamps.view(np.uint8)])
+        return float(int(stamps[1]) - int(stamps[0]))
 
     def _prepared(
         self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]
@@ -369,14 +353,8 @@ class Gpu:
             operands = self._with_scratch(program, given)
             for pipeline, block, names, grid in launches:
                 group = self._bind_group(pipeline, [operands[name] for name in names])
-                prepared.append((pipeline, group, places[id(block)][0], grid))
+                prepared.append((pipeline.raw, group, places[id(block)][0], grid))
         return prepared
-
-    def _record(self, compute: Any, prepared: list[tuple]) -> None:
-        for pipeline, group, offset, grid in prepared:
-            compute.set_pipeline(pipeline.raw)
-            compute.set_bind_group(0, group, (offset,))
-            compute.dispatch_workgroups(*grid)
 
     def _guarded(self, doing: str) -> "_Guard":
         return _Guard(self, doing)

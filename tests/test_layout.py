@@ -33,7 +33,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "ort_webgpu.errors",
         "ort_webgpu.graph_tools.nodes",
     ),
-    "ort_webgpu.device": ("ort_webgpu.wgsl", "ort_webgpu.errors", "ort_webgpu.ops.spec"),
+    "ort_webgpu.commands": ("ort_webgpu.errors",),
+    "ort_webgpu.device": (
+        "ort_webgpu.wgsl",
+        "ort_webgpu.errors",
+        "ort_webgpu.ops.spec",
+        "ort_webgpu.commands",
+    ),
 }
 
 # What each package may import from outside the standard library.
