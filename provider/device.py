@@ -132,6 +132,7 @@ class Gpu:
         self._pipelines: dict[Kernel, _Pipeline] = {}
         self._bind_groups: dict[tuple, Any] = {}
         self._programs: dict[int, tuple[Program, list[tuple]]] = {}
+        self._waiting: list[tuple] = []  # launches for the next submit
         self._staging: Any = None
         self._lost: str | None = None
         self._vendor = int(adapter.info.get("vendor_id") or 0)
@@ -191,6 +192,7 @@ class Gpu:
         if flat.nbytes % 4:
             flat = np.concatenate([flat, np.zeros(-flat.nbytes % 4, np.uint8)])
         with self._guarded("upload"):
+            self._flush()
             self._queue.write_buffer(buffer.raw, offset, flat)
         self.counters.bytes_up += flat.nbytes
 
@@ -205,8 +207,7 @@ class Gpu:
                 f" {target.capacity}; they must be different buffers with room for the range"
             )
         with self._guarded("copy"):
-            self._commands.submit((), [(source.raw, 0, target.raw, 0, nbytes)])
-        self.counters.submits += 1
+            self._submit([(source.raw, 0, target.raw, 0, nbytes)])
 
     def move(self, regions: Sequence[tuple[DeviceBuffer, DeviceBuffer, int, int, int]]) -> None:
         """Copy on the device: (source, target, offset in source, offset in target, bytes) each.
@@ -224,10 +225,7 @@ class Gpu:
         if not regions:
             return
         with self._guarded("copy"):
-            self._commands.submit(
-                (), [(s.raw, start, t.raw, to, n) for s, t, start, to, n in regions]
-            )
-        self.counters.submits += 1
+            self._submit([(s.raw, start, t.raw, to, n) for s, t, start, to, n in regions])
 
     def download(self, wanted: Sequence[tuple[DeviceBuffer, TensorSpec]]) -> list[np.ndarray]:
         """The values as fresh arrays that the caller owns; one map for all of them."""
@@ -247,9 +245,8 @@ class Gpu:
                 for (buffer, _), size, end in zip(wanted, sizes, ends, strict=True)
                 if size
             ]
-            self._commands.submit((), copies)
+            self._submit(copies)
             self._commands.read(staging, total, [a.reshape(-1).view(np.uint8) for a in arrays])
-        self.counters.submits += 1
         self.counters.bytes_down += total
         return arrays
 
@@ -260,15 +257,21 @@ class Gpu:
         for kernel in kernels:
             self._pipeline(kernel)
 
-    def run(self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]) -> None:
-        """Record all launches in order and submit them once; returns before they have run."""
+    def run(
+        self,
+        programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]],
+        more: bool = False,
+    ) -> None:
+        """Record all launches in order and submit them once; returns before they have run.
+
+        `more`: a readback of what they make follows at once, and is submitted with them.
+        """
         with self._guarded("run"):
-            recorded = self._prepared(programs)
-            if not recorded:
-                return
-            self._commands.submit(recorded, ())
-        self.counters.submits += 1
-        self.counters.dispatches += len(recorded)
+            prepared = self._prepared(programs)
+            self.counters.dispatches += len(prepared)
+            self._waiting += prepared
+            if not more:
+                self._flush()
 
     def time(
         self,
@@ -284,6 +287,7 @@ class Gpu:
         if not self.caps.timestamps:
             raise DeviceError(f"adapter {self.info.name!r} has no timestamp queries")
         with self._guarded("time"):
+            self._flush()
             recorded = self._prepared(programs)
             return [self._time_once(recorded, lead) for _ in range(repeats)]
 
@@ -313,6 +317,16 @@ class Gpu:
         return replace(self.caps, subgroup_min=min(*sizes, floor), subgroup_max=max(sizes))
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _submit(self, copies: Sequence[tuple]) -> None:
+        """Submit the launches that wait, and after them the copies."""
+        launches, self._waiting = self._waiting, []
+        self._commands.submit(launches, copies)
+        self.counters.submits += 1
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._submit(())
 
     def _time_once(self, recorded: list[tuple], lead: int) -> float:
         queries = self._device.create_query_set(type="timestamp", count=2)
@@ -440,6 +454,7 @@ class Gpu:
         if ring.end + total > ring.raw.size:
             new = {id(block): block for block in blocks}
             total = sum(_slots(block.nbytes) for block in new.values())
+            self._flush()  # before what its launches read is overwritten
             ring.places, ring.end = {}, 0
             if total > ring.raw.size:
                 ring.raw = self._raw_buffer(_capacity(2 * total), "UNIFORM | COPY_DST")

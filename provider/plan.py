@@ -46,11 +46,13 @@ Kinds = Mapping[str, tuple[str, list[Any]]]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One step of a schedule: what it hands out, and which values nobody reads after it."""
+    """One step of a schedule: what it hands out, which of it the host reads next, unless the caller
+    takes it on the device, and which values nobody reads after it."""
 
     step: Step
     work: tuple[Any, ...]
     as_objects: bool
+    read_next: frozenset[str]
     dropped: tuple[str, ...]
 
 
@@ -107,7 +109,8 @@ class Plan:
             else:
                 if run_options is not None and run_options.terminate:
                     raise Fail(f"[ONNXRuntimeError] : 1 : FAIL : {_TERMINATED}")
-                entry.step.run(env, entry.work, run_options, resident, alike)
+                more = not entry.read_next <= resident
+                entry.step.run(env, entry.work, run_options, resident, alike, more)
                 if observer is not None:
                     for one in entry.work:
                         observer(node_call(one, env, self.chooser.caps))
@@ -204,14 +207,14 @@ class Plan:
             read = step.reads(made)
             needed |= read
             entries.append((step, work, as_objects, read))
-        kept, dropped = set(names), []
-        for _, _, _, read in entries:
-            dropped.append(tuple(read - kept))
+        kept, following = set(names), set(names)
+        schedule = []
+        for step, work, as_objects, read in entries:  # the last comes first
+            read_next = following.intersection(step.outputs)
+            dropped = tuple(read - kept)
+            schedule.append(_Entry(step, work, as_objects, frozenset(read_next), dropped))
             kept |= read
-        schedule = [
-            _Entry(step, work, as_objects, last)
-            for (step, work, as_objects, _), last in zip(entries, dropped, strict=True)
-        ]
+            following = read if isinstance(step, CpuStep) else set()
         return tuple(reversed(schedule))
 
 

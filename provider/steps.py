@@ -253,10 +253,12 @@ class GpuStep:
         run_options: Any,
         resident: frozenset[str] = frozenset(),
         alike: dict[Any, "Validated"] | None = None,
+        more: bool = False,
     ) -> None:
         """Put the outputs of `nodes` into `env`; presents that are `resident` get room to grow.
 
         `alike` are calls of this run so far: layers that differ in their data alone share one.
+        `more`: some of the outputs are read on the host next.
         """
         pending: list[Launchable] = []
         alike = {} if alike is None else alike
@@ -264,7 +266,7 @@ class GpuStep:
             held = [env[name] if name else None for name, _ in one.inputs]
             late = [h for h, (_, on_host) in zip(held, one.inputs, strict=True) if h and on_host]
             if pending and any(h.on_device_only for h in late):
-                self.gpu.run(pending)
+                self.gpu.run(pending, more=True)
                 pending = []
             to_host(late)
             valid, places = self._call(one, held, resident, alike)
@@ -282,7 +284,7 @@ class GpuStep:
             else:
                 self._measured(one, choice, launchable, env)
         if pending:
-            self.gpu.run(pending)
+            self.gpu.run(pending, more)
 
     def _call(
         self,

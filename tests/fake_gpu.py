@@ -39,7 +39,7 @@ class FakeGpu:
         self.counters.bytes_up += array.nbytes
         return buffer
 
-    def run(self, programs) -> None:
+    def run(self, programs, more=False) -> None:
         self.submits.append([launch.kernel.template for p, _ in programs for launch in p.launches])
         for program, operands in programs:
             for launch in program.launches:
