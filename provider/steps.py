@@ -149,7 +149,8 @@ class CpuStep:
             return
         given = {name: held.ort() for name, held in feeds.items()}
         values = segment.session.run_with_ort_values(given, outputs, run_options)
-        for name, value in zip(outputs, values, strict=True):
+        for i, name in enumerate(outputs):
+            value = values[i]  # an iterator over ORT's vector takes longer to make than small runs
             empty = name in self.objects and not value.has_value()
             env[name] = Held.of_nothing(value) if empty else Held.of_ort(value)
 
