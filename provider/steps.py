@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -194,6 +194,7 @@ class GpuNode:
     node: Node
     spec: OpSpec
     inputs: tuple[tuple[str, bool], ...] = ()
+    on_host: tuple[int, ...] = ()
     outputs: frozenset[str] = frozenset()
     caches: Mapping[int, int] = field(default_factory=dict)
     grows: bool = False
@@ -206,15 +207,14 @@ class GpuNode:
     def of(cls, node: Node, spec: OpSpec, sole: frozenset[int] = frozenset()) -> "GpuNode":
         """The node with what a run needs to know, looked up once."""
         inputs = tuple((name, i in spec.host_inputs) for i, name in enumerate(node.inputs))
+        on_host = tuple(sorted(i for i in spec.host_inputs if i < len(inputs)))
         outputs = frozenset(filter(None, node.outputs))
         caches = {o: i for o, i in spec.caches.items() if node.has_output(o) and node.has_input(i)}
         grows = spec.cache_kind(node) == "growing"
         attributes = repr(sorted(node.attributes.items(), key=lambda item: item[0]))
         wired = tuple(map(bool, node.inputs)), tuple(map(bool, node.outputs))
         signature = (id(spec), attributes, *wired)
-        return cls(
-            node, spec, inputs, outputs, caches=caches, grows=grows, sole=sole, signature=signature
-        )
+        return cls(node, spec, inputs, on_host, outputs, caches, grows, sole, signature)
 
 
 @dataclass
@@ -265,11 +265,12 @@ class GpuStep:
         alike = {} if alike is None else alike
         for one in nodes:
             held = [env[name] if name else None for name, _ in one.inputs]
-            late = [h for h, (_, on_host) in zip(held, one.inputs, strict=True) if h and on_host]
-            if pending and any(h.on_device_only for h in late):
-                self.gpu.run(pending, more=True)
-                pending = []
-            to_host(late)
+            late = [h for i in one.on_host if (h := held[i]) is not None and h.on_device_only]
+            if late:
+                if pending:
+                    self.gpu.run(pending, more=True)
+                    pending = []
+                to_host(late)
             valid, places = self._call(one, held, resident, alike)
             choice = one.choice = self._choice(one, valid)
             if choice.program is None:
@@ -339,23 +340,26 @@ class GpuStep:
             if past is None or len(past.spec.shape) != 4:
                 continue
             place = past.device
-            if past.own and position in one.sole:
-                rows = place.rows if place is not None else None
-                if rows is None or (one.grows and not rows.shared):
-                    given_away.add(present)
+            rows = place.rows if place is not None else None
+            alone = rows is None or (one.grows and not rows.shared)
+            if alone and past.own and position in one.sole:
+                given_away.add(present)
             stays = one.grows and one.node.outputs[present] in resident
-            if stays or (one.grows and place is not None and place.rows is not None):
-                uploaded = Room(past.spec.shape[2], append=past.own, clean=True)
-                room = place.room() if place is not None else uploaded
-                limit = self._most_rows(past.spec) if stays else 0
-                values[position] = Value(past.spec, None, replace(room, limit=limit))
+            if not stays and (rows is None or not one.grows):
+                continue
+            limit = self._most_rows(past.spec) if stays else 0
+            if place is not None:
+                room = place.room(limit)
+            else:
+                room = Room(past.spec.shape[2], append=past.own, clean=True, limit=limit)
+            values[position] = Value(past.spec, None, room)
         return frozenset(given_away)
 
     def _most_rows(self, spec: TensorSpec) -> int:
         """Rows of such a cache that one binding can hold."""
         batch, heads, _, width = spec.shape
-        row = max(1, TensorSpec(spec.dtype, (batch, heads, width)).nbytes)
-        return self.gpu.caps.storage_binding // row
+        row = batch * heads * width * np.dtype(spec.dtype).itemsize
+        return self.gpu.caps.storage_binding // max(1, row)
 
     def _operands(
         self,

@@ -171,15 +171,15 @@ class DeviceValue:
         self.gpu.move([(self.buffer, packed, *region) for region in self.regions()])
         return packed
 
-    def room(self) -> Room:
-        """What may be written behind its rows."""
+    def room(self, limit: int) -> Room:
+        """What may be written behind its rows; `limit` is the Room's."""
         rows = self.rows
         used = self.spec.shape[2]
         if rows is None:
-            return Room(used, append=True, clean=True)
+            return Room(used, True, True, False, limit)
         with rows.lock:
-            alone = rows.filled == used
-            return Room(rows.capacity, alone, rows.written <= used, rows.fixed)
+            alone, clean = rows.filled == used, rows.written <= used
+        return Room(rows.capacity, alone, clean, rows.fixed, limit)
 
 
 class Held:
@@ -193,11 +193,11 @@ class Held:
         "_array",
         "_dense",
         "_device",
-        "_host_value",
         "_ort",
         "_python",
         "_source",
         "_spec",
+        "_value",
         "own",
     )
 
@@ -210,7 +210,7 @@ class Held:
         self._device: DeviceValue | None = None
         self._python: tuple[Any] | None = None
         self._spec: TensorSpec | None = None
-        self._host_value: Value | None = None
+        self._value: Value | None = None
         self._source: tuple | None = None
 
     @classmethod
@@ -336,11 +336,10 @@ class Held:
 
     def value(self, with_data: bool) -> Value:
         """What an operator's contract sees of it; the data too where it reads it on the host."""
-        if not with_data:
-            return self._host_value or Value(self.spec)
-        if self._host_value is None:
-            self._host_value = Value(self.spec, self.host())
-        return self._host_value
+        value = self._value
+        if value is None or (with_data and value.host is None):
+            value = self._value = Value(self.spec, self.host() if with_data else None)
+        return value
 
     def _upload(self, gpu: Gpu) -> DeviceBuffer:
         if self._source is None:
