@@ -33,6 +33,9 @@ class Commands(Protocol):
     def submit(self, launches: Launches, copies: Copies) -> None:
         """The launches in one pass, then the copies, as one submit."""
 
+    def write(self, buffer: Any, offset: int, data: np.ndarray) -> None:
+        """Overwrite bytes of `buffer`, behind what was submitted; `data` is contiguous."""
+
     def read(self, buffer: Any, size: int, parts: Sequence[np.ndarray]) -> None:
         """Fill `parts`, vectors of bytes, with what lies in the first `size` bytes of `buffer` once
         all that was submitted is done. Each begins at the next multiple of 4."""
@@ -69,6 +72,9 @@ class Wrapped:
         for copy in copies:
             encoder.copy_buffer_to_buffer(*copy)
         self._device.queue.submit([encoder.finish()])
+
+    def write(self, buffer: Any, offset: int, data: np.ndarray) -> None:
+        self._device.queue.write_buffer(buffer, offset, data)
 
     def read(self, buffer: Any, size: int, parts: Sequence[np.ndarray]) -> None:
         buffer.map_sync("READ", 0, size)
@@ -148,6 +154,12 @@ class Direct:
             self._checked.wgpuComputePassEncoderEnd(compute)
         finally:
             self._end_of_pass(compute)
+
+    def write(self, buffer: Any, offset: int, data: np.ndarray) -> None:
+        memory = self._ffi.from_buffer(data)
+        self._checked.wgpuQueueWriteBuffer(
+            self._queue, buffer._internal, offset, memory, data.nbytes
+        )
 
     def read(self, buffer: Any, size: int, parts: Sequence[np.ndarray]) -> None:
         handle = buffer._internal

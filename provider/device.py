@@ -6,6 +6,7 @@ them, and a Program is checked against its kernels and the limits before it is r
 """
 
 import contextlib
+import functools
 import heapq
 import importlib
 import itertools
@@ -150,16 +151,17 @@ class Gpu:
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """A buffer of at least `nbytes` with undefined contents."""
-        capacity = _capacity(nbytes)
-        if nbytes > self.caps.storage_binding:
+        most = self.caps.storage_binding
+        if nbytes > most:
             raise DeviceMemoryError(
                 f"a value of {nbytes:,} bytes exceeds the largest storage binding of adapter"
-                f" {self.info.name!r} ({self.caps.storage_binding:,} bytes). Use a smaller batch or"
+                f" {self.info.name!r} ({most:,} bytes). Use a smaller batch or"
                 " context, or leave the node on the CPU with offload="
             )
-        capacity = min(capacity, -(-self.caps.storage_binding // 4) * 4)
+        capacity = min(_capacity(nbytes), -(-most // 4) * 4)
         with self._pool_lock:
-            self._collect()
+            if self._returned:
+                self._collect()
             free = self._pool.free.get(capacity)
             if free:
                 self._pool.idle_bytes -= capacity
@@ -193,7 +195,7 @@ class Gpu:
             flat = np.concatenate([flat, np.zeros(-flat.nbytes % 4, np.uint8)])
         with self._guarded("upload"):
             self._flush()
-            self._queue.write_buffer(buffer.raw, offset, flat)
+            self._commands.write(buffer.raw, offset, flat)
         self.counters.bytes_up += flat.nbytes
 
     def copy(self, source: DeviceBuffer, target: DeviceBuffer, nbytes: int) -> None:
@@ -362,9 +364,14 @@ class Gpu:
         self._place([block for launches in encoded for _, block, _, _ in launches])
         places = self._ring.places
         prepared = []
+        # One set of scratch for equal programs: each has run before the next begins
+        made: dict[tuple, dict[str, DeviceBuffer]] = {}
         for launches, (program, given) in zip(encoded, programs, strict=True):
-            # Scratch is free again for the next program: its commands run after these
-            operands = self._with_scratch(program, given)
+            scratch = made.get(program.scratch)
+            if scratch is None:
+                scratch = {name: self.allocate(size) for name, size in program.scratch}
+                made[program.scratch] = scratch
+            operands = {**given, **scratch}
             for pipeline, block, names, grid in launches:
                 group = self._bind_group(pipeline, [operands[name] for name in names])
                 prepared.append((pipeline.raw, group, places[id(block)][0], grid))
@@ -401,13 +408,6 @@ class Gpu:
         if self._staging is None or self._staging.size < size:
             self._staging = self._raw_buffer(_capacity(size), "MAP_READ | COPY_DST")
         return self._staging
-
-    def _with_scratch(
-        self, program: Program, given: Mapping[str, DeviceBuffer]
-    ) -> Mapping[str, DeviceBuffer]:
-        if not program.scratch:
-            return given
-        return {**given, **{name: self.allocate(size) for name, size in program.scratch}}
 
     def _encoded(self, program: Program) -> list[tuple]:
         """Pipeline, uniform block, operand names and grid of each launch that does anything."""
@@ -464,7 +464,7 @@ class Gpu:
         for block in new.values():
             arena[offset // 4 : offset // 4 + block.size] = block
             offset += _slots(block.nbytes)
-        self._queue.write_buffer(ring.raw, ring.end, arena)
+        self._commands.write(ring.raw, ring.end, arena)
         for key, block in new.items():
             ring.places[key] = ring.end, block
             ring.end += _slots(block.nbytes)
@@ -567,6 +567,7 @@ def _slots(nbytes: int) -> int:
     return -(-nbytes // _UNIFORM_SLOT) * _UNIFORM_SLOT
 
 
+@functools.lru_cache(4096)
 def _capacity(nbytes: int) -> int:
     """The pool's size class: multiples of 256 up to 4 KiB, then eight steps to each doubling."""
     step = max(256, 1 << max(0, nbytes.bit_length() - 4))
