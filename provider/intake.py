@@ -17,12 +17,12 @@ __all__ = ["Intake"]
 class _Expected:
     """What a graph input takes: numpy dtype (None: no numeric tensor), rank and fixed dims."""
 
-    __slots__ = ("dims", "dtype", "kind", "rank", "shape")
+    __slots__ = ("dims", "dtype", "kind", "name", "rank", "shape")
 
     def __init__(self, arg: Any):
         self.kind: str = arg.type
-        name = DTYPES.get(arg.type)
-        self.dtype = np.dtype(name) if name else None
+        self.name = DTYPES.get(arg.type)
+        self.dtype = np.dtype(self.name) if self.name else None
         # ORT writes [] for a scalar and for an unknown rank, and checks neither
         self.rank = len(arg.shape)
         dims = [(i, d) for i, d in enumerate(arg.shape) if isinstance(d, int) and d >= 0]
@@ -32,7 +32,12 @@ class _Expected:
     def fits(self, shape: Sequence[int]) -> bool:
         if not self.rank:
             return True
-        return len(shape) == self.rank and all(shape[i] == dim for i, dim in self.dims)
+        if len(shape) != self.rank:
+            return False
+        for i, dim in self.dims:  # noqa: SIM110 (a generator takes longer than the rest)
+            if shape[i] != dim:
+                return False
+        return True
 
 
 class Intake:
@@ -93,7 +98,7 @@ class Intake:
         return None
 
     def _resident(self, name: str, value: DeviceValue, expected: _Expected) -> Held:
-        if value.dtype != expected.dtype or not expected.fits(value.shape):
+        if value.spec.dtype != expected.name or not expected.fits(value.spec.shape):
             raise InvalidInputError(
                 f"input {name!r} is fed {value!r}; the model takes {expected.kind}"
                 f" {list(expected.shape)}"

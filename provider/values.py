@@ -30,6 +30,7 @@ DTYPES = {
 }
 
 _KINDS = {name: kind for kind, name in DTYPES.items()}
+_NAMES = {np.dtype(name): name for name in DTYPES.values()}  # numpy takes 3 us to make a name
 _CPU = onnxruntime.OrtDevice.make("cpu", 0)._get_c_device()
 _NUMERIC = frozenset("biuf")
 
@@ -295,7 +296,8 @@ class Held:
         """Element type and shape of a numeric tensor."""
         if self._spec is None:
             if self._array is not None:
-                self._spec = TensorSpec(self._array.dtype.name, self._array.shape)
+                dtype = self._array.dtype
+                self._spec = TensorSpec(_NAMES.get(dtype) or dtype.name, self._array.shape)
             else:
                 dtype = DTYPES[self._ort.data_type()]
                 self._spec = TensorSpec(dtype, tuple(self._ort.shape()))
