@@ -6,9 +6,9 @@ a readback against 25. `Direct` makes the same calls on the handles of the same 
 libraries are private to the packages wgpu and wgpudawn, so where one has them not as expected,
 `commands_of` gives `Wrapped`. Neither imports a package: a device knows its own.
 
-Calls that can fail go through the package's checked functions, which raise its errors. The three
-calls of a launch do not: what is wrong with them comes out at the end of the pass, and `Gpu` has
-checked all of it before.
+Recording goes to the library itself: what is wrong in it comes out at the end of the pass or of the
+recording. These, and all that does something, go through the package's checked functions, which
+raise its errors; and `Gpu` has checked all of it before.
 """
 
 import sys
@@ -92,6 +92,9 @@ class Direct:
         self._ffi, lib = package.ffi, package.lib
         self._checked = package.libf
         self._device, self._queue = device._internal, device.queue._internal
+        self._new_encoder = lib.wgpuDeviceCreateCommandEncoder
+        self._new_pass = lib.wgpuCommandEncoderBeginComputePass
+        self._copy = lib.wgpuCommandEncoderCopyBufferToBuffer
         self._set_pipeline = lib.wgpuComputePassEncoderSetPipeline
         self._set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
         self._dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
@@ -120,14 +123,12 @@ class Direct:
 
     def submit(self, launches: Launches, copies: Copies) -> None:
         checked, null = self._checked, self._ffi.NULL
-        encoder = checked.wgpuDeviceCreateCommandEncoder(self._device, null)
+        encoder = self._new_encoder(self._device, null)
         try:
             if launches:
                 self._pass(encoder, launches)
             for source, start, target, to, size in copies:
-                checked.wgpuCommandEncoderCopyBufferToBuffer(
-                    encoder, source._internal, start, target._internal, to, size
-                )
+                self._copy(encoder, source._internal, start, target._internal, to, size)
             commands = checked.wgpuCommandEncoderFinish(encoder, null)
         finally:
             self._end_of_encoder(encoder)
@@ -139,7 +140,7 @@ class Direct:
             self._end_of_buffer(commands)
 
     def _pass(self, encoder: Any, launches: Launches) -> None:
-        compute = self._checked.wgpuCommandEncoderBeginComputePass(encoder, self._ffi.NULL)
+        compute = self._new_pass(encoder, self._ffi.NULL)
         try:
             before = None
             for pipeline, group, offset, (x, y, z) in launches:

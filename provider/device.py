@@ -373,7 +373,10 @@ class Gpu:
                 made[program.scratch] = scratch
             operands = {**given, **scratch}
             for pipeline, block, names, grid in launches:
-                group = self._bind_group(pipeline, [operands[name] for name in names])
+                key = (id(pipeline), *[operands[name].key for name in names])
+                group = self._bind_groups.get(key)
+                if group is None:
+                    group = self._bind_group(key, pipeline, [operands[name] for name in names])
                 prepared.append((pipeline.raw, group, places[id(block)][0], grid))
         return prepared
 
@@ -469,11 +472,7 @@ class Gpu:
             ring.places[key] = ring.end, block
             ring.end += _slots(block.nbytes)
 
-    def _bind_group(self, pipeline: _Pipeline, buffers: list[DeviceBuffer]) -> Any:
-        key = (id(pipeline), *[b.key for b in buffers])
-        group = self._bind_groups.get(key)
-        if group is not None:
-            return group
+    def _bind_group(self, key: tuple, pipeline: _Pipeline, buffers: list[DeviceBuffer]) -> Any:
         entries = [
             {"binding": 0, "resource": {"buffer": self._ring.raw, "size": pipeline.size}},
         ]

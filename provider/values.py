@@ -296,8 +296,8 @@ class Held:
         """Element type and shape of a numeric tensor."""
         if self._spec is None:
             if self._array is not None:
-                dtype = self._array.dtype
-                self._spec = TensorSpec(_NAMES.get(dtype) or dtype.name, self._array.shape)
+                kind = self._array.dtype
+                self._spec = TensorSpec(_NAMES.get(kind) or kind.name, self._array.shape)
             else:
                 dtype = DTYPES[self._ort.data_type()]
                 self._spec = TensorSpec(dtype, tuple(self._ort.shape()))
