@@ -4,8 +4,10 @@ Its figure for a layer is a slope over chain lengths, as theirs is: recording, s
 and fetching the result once are in it as far as they grow with the layers.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from statistics import median
 
 import numpy as np
 
@@ -21,10 +23,12 @@ __all__ = ["StepFigure", "time_step"]
 
 @dataclass(frozen=True)
 class StepFigure:
-    """Wall time of a layer, and of the whole run of each chain length."""
+    """Wall time of a layer, and of the whole run of each chain length. `host` is what a layer takes
+    of the calling thread's processor time."""
 
     work: str
     seconds: float
+    host: float
     runs: tuple[tuple[int, float], ...]
 
 
@@ -32,16 +36,18 @@ def time_step(work: GqaWork, info: AdapterInfo) -> StepFigure | str:
     """The figure, or why there is none."""
     few, many = layers_of(work, info.software)
     try:
-        runs = tuple((n, _seconds(work, n, info)) for n in (few, many))
+        (first, first_host), (last, last_host) = (_seconds(work, n, info) for n in (few, many))
     except (MismatchError, OrtWebGpuError) as error:
         return f"{work.name}, whole step: {error}"
-    slope = (runs[1][1] - runs[0][1]) / (many - few)
+    runs = ((few, first), (many, last))
+    slope = (last - first) / (many - few)
     if slope <= 0:
         return f"{work.name}: the whole step was too noisy: {runs}"
-    return StepFigure(work.name, slope, runs)
+    return StepFigure(work.name, slope, (last_host - first_host) / (many - few), runs)
 
 
-def _seconds(work: GqaWork, layers: int, info: AdapterInfo) -> float:
+def _seconds(work: GqaWork, layers: int, info: AdapterInfo) -> tuple[float, float]:
+    """Medians of a run: wall time, and processor time of this thread."""
     session = WebGPUSession(
         gqa_chain(asdict(work), layers),
         adapter=info.index,
@@ -53,7 +59,14 @@ def _seconds(work: GqaWork, layers: int, info: AdapterInfo) -> float:
     step = Decoding(session, work, feeds) if work.past else Prefill(session, feeds)
     if layers == 1:
         _check(work, feeds, step())
-    return median_seconds(step)
+    host: list[float] = []
+    return median_seconds(lambda: _timed(step, host)), median(host[1:])
+
+
+def _timed(step: Callable[[], np.ndarray], host: list[float]) -> None:
+    start = time.thread_time()
+    step()
+    host.append(time.thread_time() - start)
 
 
 def _check(work: GqaWork, feeds: Mapping[str, np.ndarray], out: np.ndarray) -> None:
