@@ -77,3 +77,32 @@ def test_what_wgpu_refuses_is_an_error_and_the_device_goes_on(gpu, commands):
     data = np.arange(5, dtype=np.int32)
     (again,) = gpu.download([(gpu.upload(data), TensorSpec("int32", (5,)))])
     np.testing.assert_array_equal(again, data)
+
+
+def first_elements(count: int) -> Program:
+    """Copies the first `count` of up to 16 numbers; `count` is a uniform."""
+    kernel = Kernel(
+        "repack",
+        (("width", 16), ("padded", 16), ("out", "float32")),
+        (Binding("source", "f32"), Binding("out", "f32", "read_write")),
+        (("elements", "u32"),),
+    )
+    return Program((Launch(kernel, (("source", "x"), ("out", "y")), 1, (("elements", count),)),))
+
+
+def test_launches_that_wait_keep_their_uniforms_and_their_place(gpu, commands, rng):
+    """More launches than the ring has places for uniforms; a write behind them comes after them."""
+    data = rng.standard_normal(16, dtype=np.float32)
+    x, spec = gpu.upload(data), TensorSpec("float32", (16,))
+    outs = [gpu.upload(np.zeros(16, np.float32)) for _ in range(400)]
+    for k, out in enumerate(outs):
+        gpu.run([(first_elements(1 + k % 13), {"x": x, "y": out})], more=True)
+    before = gpu.counters.submits
+    gpu.write(x, np.zeros(16, np.float32))
+    assert gpu.counters.submits == before + 1
+    for k, found in enumerate(gpu.download([(out, spec) for out in outs])):
+        count = 1 + k % 13
+        np.testing.assert_array_equal(found, np.where(np.arange(16) < count, data, 0))
+    gpu.run([(first_elements(16), {"x": x, "y": outs[0]})], more=True)
+    np.testing.assert_array_equal(gpu.download([(outs[0], spec)])[0], np.zeros(16))
+    assert gpu.counters.submits == before + 3  # the last readback went with the last launch
