@@ -179,11 +179,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): "one more step, of zeros",
     (
         "gemm",
-        "if (d [< -> <=] u.depth) { value = w_four(d * {{ COLUMNS }}u + loaded.column,"
-        " loaded.count); }",
-    ): "beyond the depth x is zero",
-    (
-        "gemm",
         "if (token [< -> <=] u.tokens && d < u.depth) { value = x_four(token * u.depth + d,"
         " u.depth - d); }",
     ): _BEYOND_X,
@@ -191,16 +186,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "gemm",
         "if (token < u.tokens && d [< -> <=] u.depth) { value = x_four(token * u.depth + d,"
         " u.depth - d); }",
-    ): _BEYOND_X,
-    (
-        "gemm",
-        "if (token < u.tokens [&& -> ||] d < u.depth) { value = x_four(token * u.depth + d,"
-        " u.depth - d); }",
-    ): _BEYOND_X,
-    (
-        "gemm",
-        "if (token < u.tokens && d < u.depth) { value = x_four(token * u.depth + d,"
-        " u.depth [- -> +] d); }",
     ): _BEYOND_X,
     (
         "packed_place",
