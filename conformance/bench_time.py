@@ -31,8 +31,10 @@ __all__ = [
 Recorded = Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]
 
 REPEATS = 9
-FIRST_LEAD = 120e6  # nanoseconds of unmeasured work before the first measurement
-LEAD = 10e6  # and before each later one
+WARM_UP = 250e6  # nanoseconds of unmeasured work, at least, before the first measurement
+WARM_ROUND = 30e6  # in rounds of so much,
+MOST_ROUNDS = 60  # and no more of them than this
+LEAD = 10e6  # before each later one
 MOST_DISPATCHES = 3000  # of one submit
 SOFTWARE_BUDGET = 1.5e9  # nanoseconds of measuring on an adapter that is the CPU
 LONG = 0.3  # seconds of a node from which its parts are not timed apart
@@ -102,18 +104,30 @@ def seconds_of(gpu: Gpu, programs: Recorded) -> Times:
     """Seconds of device time of `programs`, once through."""
     if not gpu.caps.timestamps:
         return _by_wall_clock(gpu, programs)
-    once = max(1.0, gpu.time(programs, 1)[0])
     if gpu.caps.software:
+        once = max(1.0, gpu.time(programs, 1)[0])
         repeats = int(min(REPEATS, max(2, SOFTWARE_BUDGET / once)))
         return _times([x / 1e9 for x in gpu.time(programs, repeats)])
     dispatches = sum(len(program.launches) for program, _ in programs)
     most = max(1, MOST_DISPATCHES // dispatches - 1)
-    lead = 1 + int(FIRST_LEAD / once)
-    gpu.time(programs, min(4, -(-lead // most)), lead=min(most, lead))
-    # the first figure may come from the slow clock: at full clock more work fits into the lead
-    once = min(once, *gpu.time(programs, 2, lead=min(most, 1 + int(LEAD / once))))
-    found = gpu.time(programs, REPEATS, lead=min(most, 1 + int(LEAD / max(1.0, once))))
+    once = _at_full_clock(gpu, programs, most)
+    found = gpu.time(programs, REPEATS, lead=min(most, 1 + int(LEAD / once)))
     return _times([x / 1e9 for x in found])
+
+
+def _at_full_clock(gpu: Gpu, programs: Recorded, most: int) -> float:
+    """Nanoseconds of `programs` once through, when they have run until they got no faster."""
+    once = max(1.0, gpu.time(programs, 1)[0])
+    worked = steady = 0.0
+    for _ in range(MOST_ROUNDS):
+        lead = min(most, 1 + int(WARM_ROUND / once))
+        now = max(1.0, gpu.time(programs, 1, lead=lead)[0])
+        worked += now * (lead + 1)
+        steady = steady + 1 if now > 0.97 * once else 0
+        once = min(once, now)
+        if steady >= 4 and worked >= WARM_UP:
+            break
+    return once
 
 
 def _by_wall_clock(gpu: Gpu, programs: Recorded) -> Times:
