@@ -53,7 +53,9 @@ class Kernel:
 
     `template` is a file of wgsl/templates without its `.wgsl.j2`; `constants` are the values that
     Jinja sees; `uniforms` are (name, WGSL scalar type) pairs of the uniform block `u`;
-    `features` are what the WGSL needs: any of "subgroups", "f16", "subgroup_matrix".
+    `features` are what the WGSL needs: any of "subgroups", "f16",
+    "subgroup_matrix", "subgroup_branches" (subgroup operations under a condition that holds for
+    whole subgroups).
     """
 
     template: str

@@ -123,6 +123,9 @@ def _header(kernel: Kernel, dialect: str) -> str:
         lines.append("enable chromium_experimental_subgroup_matrix;")
         # tile offsets derive from the lane index; the analysis cannot see that they agree
         lines.append("diagnostic(off, chromium.subgroup_matrix_uniformity);")
+    if dialect == "tint" and "subgroup_branches" in kernel.features:
+        # branches on subgroupAny() are uniform in a subgroup; the analysis looks at workgroups
+        lines.append("diagnostic(off, subgroup_uniformity);")
     fields = ", ".join(f"{name}: {kind}" for name, kind in uniform_layout(kernel))
     lines.append(f"struct Uniforms {{ {fields} }}")
     lines.append("@group(0) @binding(0) var<uniform> u: Uniforms;")

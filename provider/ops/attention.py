@@ -241,7 +241,7 @@ class SplitK(CoreRoute):
         if tuned:
             return max(1, min(tuned[0], keys, MOST_SPLITS))
         groups = p.batch * p.kv_heads * -(-p.rows // self.rows(p, caps))
-        target, least = (8, 64) if caps.software else (512, 128)
+        target, least = (8, 64) if caps.software else (256, 128)
         return max(1, min(-(-target // groups), keys // least, MOST_SPLITS))
 
     def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
@@ -277,7 +277,7 @@ class SplitKSubgroups(SplitK):
     name = "splitk"
     template = "attention_splitk_sg"
     wide = True
-    features = frozenset({"subgroups"})
+    features = frozenset({"subgroups", "subgroup_branches"})
 
     def _geometry_rejection(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
         if shuffle_width(caps) < 2:
@@ -307,13 +307,15 @@ class SplitKSubgroups(SplitK):
         most = 8 if units == 1 else 4 if units <= 2 else 2
         return min(most, self.lanes(p, caps), 1 << (p.rows - 1).bit_length())
 
+    def _memory(self, p: AttentionProblem, caps: Caps, size: int, merged: int) -> int:
+        """Bytes of workgroup memory that `size` lanes need, merging `merged` rows at a time."""
+        return size // self.lanes(p, caps) * (merged * p.v4 * 16 + self.rows(p, caps) * 12)
+
     def _size(self, p: AttentionProblem, caps: Caps) -> int | None:
         """Lanes of a workgroup: as many as the memory for the final merge allows."""
-        lanes = self.lanes(p, caps)
         for size in (64,) if caps.software else (128, 64, 32):
-            teams = size // lanes
-            memory = teams * (p.v4 * 16 + self.rows(p, caps) * 8)
-            if teams and size <= caps.workgroup_invocations and memory <= caps.workgroup_memory:
+            fits = self._memory(p, caps, size, 1) <= caps.workgroup_memory
+            if self.lanes(p, caps) <= size <= caps.workgroup_invocations and fits:
                 return size
         return None
 
@@ -321,14 +323,25 @@ class SplitKSubgroups(SplitK):
         lanes, size = self.lanes(p, caps), self._size(p, caps)
         assert size is not None
         units = -(-(p.head_size // 8) // lanes)
-        ahead = 8 if p.kv_dtype in ("int8", "int4") and units == 1 else 2
-        return size, {"LPK": lanes, "UPL": units, "KB": ahead, "peel": not caps.software}
+        merged = self.rows(p, caps)
+        while self._memory(p, caps, size, merged) > caps.workgroup_memory:
+            merged //= 2
+        own = {"LPK": lanes, "UPL": units, "KB": self._ahead(p, caps, units), "MERGED": merged}
+        return size, {**own, "peel": not caps.software}
+
+    @staticmethod
+    def _ahead(p: AttentionProblem, caps: Caps, units: int) -> int:
+        """Keys of a step, all loaded during the step before: what registers hold."""
+        if caps.software or units > 1:
+            return 2
+        return 8 if p.kv_dtype in ("int8", "int4") else 4
 
 
 #: In order of preference; the last takes everything. The materialized form comes behind flash: on
 #: an H200 it took twice flash's time or more (prefill of 2048, head sizes 128 and 256).
 CORE_ROUTES: tuple[CoreRoute, ...] = (
-    FlashMatrix(),
+    FlashMatrix(True),
+    FlashMatrix(False),
     SplitKSubgroups(),
     SplitK(),
     Flash(True),
