@@ -84,7 +84,7 @@ def test_workgroup_variables_keep_matrix_loads_aligned():
         assert all(size % 16 == 0 for size in sizes)
         size = tuple(constants[name] for name in ("BM", "BN", "BK"))
         (tile,) = (t for t in TILES if (t.bm, t.bn, t.bk) == size)
-        assert sum(sizes) <= tile.workgroup_memory(constants["operand"], True)
+        assert sum(sizes) <= tile.workgroup_memory(constants["operand"])
 
 
 PREFILL = GqaConfig(phase="prompt", length=130, head_size=64, group=1).case(7)

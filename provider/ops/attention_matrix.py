@@ -42,9 +42,9 @@ class MatrixTile:
     bn: int
     bk: int
 
-    def workgroup_memory(self, operand: str, native: bool) -> int:
-        """Bytes that the larger of the two kernels needs; emulated tiles hold float32."""
-        pad, size = _pad(operand), 2 if native and operand == "f16" else 4
+    def workgroup_memory(self, operand: str) -> int:
+        """Bytes that the larger of the two kernels needs."""
+        pad, size = _pad(operand), 2 if operand == "f16" else 4
         rows = self.bm * (self.bk + pad)
         operands = rows + max(self.bn * (self.bk + pad), self.bk * (self.bn + pad))
         return operands * size + self.bm * (4 * (self.bn + 4) + 32)
@@ -143,7 +143,7 @@ class Materialized(CoreRoute):
     def tile(self, p: AttentionProblem, caps: Caps) -> MatrixTile | None:
         """The largest geometry that fits the device and is not mostly empty."""
         for tile in TILES:
-            memory = tile.workgroup_memory(operand_of(p), self.native)
+            memory = tile.workgroup_memory(operand_of(p))
             if memory <= caps.workgroup_memory and (p.rows > tile.bm // 2 or tile.bm == 32):
                 return tile
         return None
@@ -187,6 +187,8 @@ class Materialized(CoreRoute):
             "PAD": _pad(operand_of(p)),
             "TILE": self._size(p),
             "SG": lanes,
+            "SGR": 2,
+            "SGC": 2,
             "native": self.native,
             "operand": operand_of(p),
         }

@@ -176,20 +176,23 @@ class Projection:
 
 @dataclass(frozen=True)
 class MatrixGemmTile:
-    """Geometry of gemm_matrix.wgsl.j2: BM tokens by BN columns, BK of the depth a step."""
+    """Geometry of gemm_matrix.wgsl.j2: BM tokens by BN columns, BK of the depth a step, by SGR x
+    SGC subgroups."""
 
     bm: int
     bn: int
     bk: int
+    sgr: int = 2
+    sgc: int = 2
 
-    def memory(self, operand_bytes: int, pad: int) -> int:
-        """Bytes of workgroup memory: both operands, and the results on their way out."""
+    def memory(self, size: int, operand_bytes: int, pad: int) -> int:
+        """Bytes of workgroup memory: both operands, and the results of a row of `size`d tiles."""
         operands = self.bm * (self.bk + pad) + self.bk * (self.bn + pad)
-        return operands * operand_bytes + self.bm * (self.bn + 4) * 4
+        return operands * operand_bytes + self.sgr * size * (self.bn + 4) * 4
 
 
 _MATRIX_TILES = (
-    MatrixGemmTile(64, 128, 32),
+    MatrixGemmTile(128, 128, 32, 2, 4),
     MatrixGemmTile(64, 64, 32),
     MatrixGemmTile(32, 64, 32),
     MatrixGemmTile(32, 32, 16),
@@ -209,33 +212,46 @@ class MatrixProjection(Projection):
     def _half(self) -> bool:
         return self.rows.dtype == "float16"
 
+    @property
+    def _size(self) -> int:
+        """Rows, columns and depth of a tile."""
+        return 16 if self._half else 8
+
+    def _lanes(self, caps: Caps) -> int:
+        """Lanes of a subgroup."""
+        return caps.subgroup_min if self.native else 32
+
     def rejection(self, caps: Caps) -> Rejected | None:
         """Why the device cannot run it, or None."""
-        size, operand = (16, "f16") if self._half else (8, "f32")
-        if self._tile(caps) is None:
-            return Rejected(f"no tile fits {caps.workgroup_memory} bytes of workgroup memory")
-        if not self.native:
-            return None
-        if (size, size, size, operand, "f32") not in caps.matrix_tiles:
+        size, operand = self._size, "f16" if self._half else "f32"
+        if self.native and (size, size, size, operand, "f32") not in caps.matrix_tiles:
             return Rejected(
                 f"needs {size}x{size}x{size} subgroup matrices of {operand} with f32 sums; the"
                 f" adapter has {list(caps.matrix_tiles) or 'none'}"
             )
-        if caps.subgroup_min != caps.subgroup_max or 4 * caps.subgroup_min > 256:
+        if self.native and (caps.subgroup_min != caps.subgroup_max or 4 * caps.subgroup_min > 256):
             return Rejected(
                 f"needs subgroups of one size up to 64; the adapter's have {caps.subgroup_min} to"
                 f" {caps.subgroup_max} lanes"
             )
-        if self._half and not caps.f16:
+        if self.native and self._half and not caps.f16:
             return Rejected("needs the shader-f16 feature")
+        if self._tile(caps) is None:
+            return Rejected(
+                f"no tile fits {caps.workgroup_memory} bytes of workgroup memory and"
+                f" {caps.workgroup_invocations} lanes"
+            )
         return None
 
     def _tile(self, caps: Caps) -> MatrixGemmTile | None:
-        size, pad = (2 if self.native else 4, 8) if self._half else (4, 4)
+        operand_bytes, pad = (2, 8) if self._half else (4, 4)
         for tile in _MATRIX_TILES:
             columns = -(-4 * self.rows.groups // tile.bn)
             busy = columns * -(-self.rows.tokens // tile.bm) >= (1 if caps.software else 132)
-            fits = tile.memory(size, pad) <= caps.workgroup_memory
+            fits = (
+                tile.memory(self._size, operand_bytes, pad) <= caps.workgroup_memory
+                and tile.sgr * tile.sgc * self._lanes(caps) <= caps.workgroup_invocations
+            )
             if fits and (busy or tile is _MATRIX_TILES[-1]):
                 return tile
         return None
@@ -243,7 +259,7 @@ class MatrixProjection(Projection):
     def parts(self, caps: Caps) -> Parts:
         tile = self._tile(caps)
         assert tile is not None
-        lanes = caps.subgroup_min if self.native else 32
+        lanes = self._lanes(caps)
         features = {"subgroup_matrix", "subgroups"} | ({"f16"} if self._half else set())
         own: dict[str, Constant] = {
             "BM": tile.bm,
@@ -251,7 +267,9 @@ class MatrixProjection(Projection):
             "BK": tile.bk,
             "PAD": 8 if self._half else 4,
             "SG": lanes,
-            "TILE": 16 if self._half else 8,
+            "SGR": tile.sgr,
+            "SGC": tile.sgc,
+            "TILE": self._size,
             "native": self.native,
             "operand": "f16" if self._half else "f32",
         }
@@ -260,7 +278,7 @@ class MatrixProjection(Projection):
             own,
             -(-4 * self.rows.groups // tile.bn),
             tile.bm,
-            4 * lanes,
+            tile.sgr * tile.sgc * lanes,
             frozenset(features) if self.native else frozenset(),
         )
 
