@@ -278,6 +278,7 @@ def constants(p: AttentionProblem, **extra: Constant) -> tuple[tuple[str, Consta
         "window": p.window >= 0,
         "softcap": p.softcap > 0,
         "bias": p.bias_dtype,
+        "bias_wide": False,
         "mask": p.mask_width > 0,
         "beams": p.beam_width > 0,
         "exclude_lowest": p.exclude_lowest,

@@ -1,6 +1,6 @@
-"""Tiled attention on subgroup matrices (tensor cores): attention_flash_matrix.wgsl.j2."""
+"""Tiled attention on the matrix layer (tensor cores): attention_flash_matrix.wgsl.j2."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ort_webgpu.ops.attention_core import (
     MOST_SPLITS,
@@ -13,54 +13,84 @@ from ort_webgpu.ops.attention_core import (
     make_launch,
     merged,
     output_bindings,
+    shuffle_width,
     too_many_buffers,
     uniforms,
 )
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected
-from ort_webgpu.wgsl.kernel import Binding
+from ort_webgpu.wgsl.kernel import STORAGE, Binding
 
 __all__ = ["FlashMatrix"]
 
 LOG2E = 1.4426950408889634
-_LANES = 256
+_KEYS = 32  # of a tile
+_FEW_TILES = 132  # of 128 rows, that would leave half of a large GPU's room for workgroups empty
 
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """Query rows, keys, and heads of a KV group that share a workgroup's tile."""
+    """Geometry of attention_flash_matrix: query rows of a workgroup, blocks of 16 of them that a
+    subgroup has, and how many subgroups share a block's columns."""
 
     rows: int
-    keys: int
-    heads: int
+    blocks: int
+    sides: int
 
-    def workgroup_memory(self, head_size: int) -> int:
-        """Bytes: keys, values, scores, weights and the two flags of the template."""
-        lanes_per_row = _LANES // self.rows
+    @property
+    def lanes(self) -> int:
+        """Of a workgroup."""
+        return self.rows // (16 * self.blocks) * self.sides * 32
+
+    @property
+    def lanes_per_row(self) -> int:
+        """Lanes that turn a row's scores into weights."""
+        return self.lanes // self.rows
+
+    def stride(self, head_size: int, caps: Caps) -> int:
+        """Floats between score rows: as many as keep lanes off each other's banks, if they fit."""
+        wide = _KEYS + max(8, 4 * self.lanes_per_row)
+        return wide if self._memory(head_size, wide) <= caps.workgroup_memory else _KEYS + 8
+
+    def fits(self, head_size: int, caps: Caps) -> bool:
+        """Whether the device has the memory, the lanes and the subgroups."""
         return (
-            2 * 2 * self.keys * (head_size + 8)
-            + 4 * self.rows * (max(self.keys, 32) + 4 * lanes_per_row)
-            + 2 * self.rows * (self.keys + 8)
-            + 32
+            self._memory(head_size, self.stride(head_size, caps)) <= caps.workgroup_memory
+            and self.lanes <= caps.workgroup_invocations
+            and self.lanes_per_row <= shuffle_width(caps)
         )
+
+    @staticmethod
+    def _operands(rows: int, head_size: int) -> int:
+        return 2 * _KEYS * (head_size + 8) + rows * (_KEYS + 8)
+
+    def _memory(self, head_size: int, stride: int) -> int:
+        """Bytes: keys, values and weights of float16, scores of float32."""
+        return 2 * self._operands(self.rows, head_size) + 4 * self.rows * stride
+
+
+_WIDE = MatrixTile(128, 2, 2)
+_NARROW = MatrixTile(128, 1, 1)  # loads at constant places; for heads that leave the registers
+_SMALL = MatrixTile(64, 1, 2)
+_TILES = (_WIDE, _NARROW, _SMALL, MatrixTile(64, 2, 2), MatrixTile(64, 1, 1))
 
 
 class FlashMatrix(CoreRoute):
-    """float16 operands in 16x16x16 tiles, float32 sums."""
+    """float16 operands in 16x16x16 tiles, float32 sums.
 
-    name = "flash_matrix"
+    `native` takes subgroup matrices; otherwise they are emulated, for tests.
+    """
+
     half_queries = True
+
+    def __init__(self, native: bool):
+        self.native = native
+        self.forced_only = not native
+        self.name = "flash_matrix" if native else "flash_matrix_emulated"
 
     def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
         p = problem
-        if (16, 16, 16, "f16", "f32") not in caps.matrix_tiles or not caps.f16:
-            return Rejected(
-                "needs subgroup matrices of 16x16x16 f16 with f32 results; the adapter has"
-                f" {list(caps.matrix_tiles) or 'none'}"
-            )
-        if caps.subgroup_min != 32 or caps.subgroup_max != 32:
-            return Rejected(
-                f"needs subgroups of 32, the adapter has {caps.subgroup_min} to {caps.subgroup_max}"
-            )
+        if self.native and (missing := self._missing(caps)):
+            return missing
         if not p.half_queries or p.kv_dtype != "float16" or p.out_dtype != "float16":
             return Rejected(
                 f"takes float16 queries, keys and values, not {p.out_dtype} and {p.kv_dtype}"
@@ -71,61 +101,105 @@ class FlashMatrix(CoreRoute):
             )
         if p.beam_width or p.qk:
             return Rejected("takes no beams and writes no output_qk")
-        if p.q_len < 16:
+        if self.native and p.q_len < 16:
             return Rejected(f"{p.q_len} query positions; it is for at least 16")
         if self.tile(p, caps) is None:
             return Rejected(
                 f"head size {p.head_size} needs more than {caps.workgroup_memory} bytes of"
-                " workgroup memory"
+                f" workgroup memory, or subgroups wider than {caps.subgroup_min} lanes"
             )
         bindings = input_bindings(p) + output_bindings(p)
         return too_many_buffers(bindings, caps) or Accepted()
 
     @staticmethod
-    def tile(p: AttentionProblem, caps: Caps) -> MatrixTile | None:
-        """The largest tile that fits the workgroup memory."""
-        shared = p.group & -p.group  # the largest power of two that divides the group
-        for rows in (128, 64):
-            tile = MatrixTile(rows, 32, min(shared, rows // 16))
-            if tile.workgroup_memory(p.head_size) <= caps.workgroup_memory:
-                return tile
+    def _missing(caps: Caps) -> Rejected | None:
+        if (16, 16, 16, "f16", "f32") not in caps.matrix_tiles or not caps.f16:
+            return Rejected(
+                "needs subgroup matrices of 16x16x16 f16 with f32 results; the adapter has"
+                f" {list(caps.matrix_tiles) or 'none'}"
+            )
+        if caps.subgroup_min != 32 or caps.subgroup_max != 32:
+            return Rejected(
+                f"needs subgroups of 32, the adapter has {caps.subgroup_min} to {caps.subgroup_max}"
+            )
         return None
+
+    def tile(self, p: AttentionProblem, caps: Caps) -> MatrixTile | None:
+        """The geometry that was measured to be best, else by rule: few large tiles leave processors
+        idle, many small ones load keys more often."""
+        fitting = [tile for tile in _TILES if tile.fits(p.head_size, caps)]
+        tuned = self.tuned(p, caps)
+        for tile in fitting:
+            if astuple(tile) == tuned:
+                return tile
+        few = p.max_keys <= 1024 and p.batch * p.num_heads * -(-p.q_len // 128) <= _FEW_TILES
+        best = _SMALL if few else _NARROW if p.head_size < 128 else _WIDE
+        return next((tile for tile in (best, _SMALL, *_TILES) if tile in fitting), None)
+
+    def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
+        now = self.tile(problem, caps)
+        fitting = [tile for tile in _TILES if tile.fits(problem.head_size, caps)]
+        return tuple(astuple(tile) for tile in fitting if tile == now) + tuple(
+            astuple(tile) for tile in fitting if tile != now
+        )
 
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p, tile = problem, self.tile(problem, caps)
         assert tile is not None
-        tiles = -(-p.q_len // (tile.rows // tile.heads))
-        row_groups = p.group // tile.heads
+        heads = min(p.group & -p.group, tile.rows // 16)  # a power of two that divides the group
+        tiles = -(-p.q_len // (tile.rows // heads))
+        row_groups = p.group // heads
         workgroups = p.batch * p.kv_heads * row_groups * tiles
         splits = self.splits(p, workgroups)
         direct = splits == 1
-        plain = not (p.softcap > 0 or p.bias_dtype or p.mask_width)
-        wide = {"q": "f16", "k": "vec4<u32>", "v": "vec4<u32>"}
+        bias_wide = p.bias_dtype != "" and p.bias_width % 4 == 0
+        wide = {"q": "f16" if self.native else "u32", "k": "vec4<u32>", "v": "vec4<u32>"}
+        if bias_wide:
+            wide["bias"] = STORAGE[p.bias_dtype]
         bindings = [Binding(b.name, wide.get(b.name, b.element)) for b in input_bindings(p)]
+        features = {"subgroups", "f16", "subgroup_matrix"} if self.native else {"subgroups"}
+        given = constants(
+            p,
+            D=p.head_size,
+            BM=tile.rows,
+            BN=_KEYS,
+            HP=heads,
+            MR=tile.blocks,
+            SIDES=tile.sides,
+            SS=tile.stride(p.head_size, caps),
+            bias_wide=bias_wide,
+            TILE=16,
+            SG=32,
+            native=self.native,
+            operand="f16",
+            direct=direct,
+        )
         launch = make_launch(
             "attention_flash_matrix",
-            constants(p, D=p.head_size, BM=tile.rows, BN=tile.keys, HP=tile.heads, direct=direct),
+            given,
             [*bindings, *(output_bindings(p) if direct else PARTIAL)],
-            _LANES,
+            tile.lanes,
             workgroups * splits,
             uniforms(
                 p,
                 tiles=tiles,
                 row_groups=row_groups,
                 splits=splits,
-                q_scale=p.scale * LOG2E if plain else p.scale,
+                q_scale=p.scale if p.softcap > 0 else p.scale * LOG2E,
             ),
-            frozenset({"subgroups", "f16", "subgroup_matrix"}),
+            frozenset(features),
         )
         if direct:
             return Parts((launch,))
         merge = merged(p, caps, splits)
         return Parts((launch, *merge.launches), merge.scratch)
 
-    @staticmethod
-    def splits(p: AttentionProblem, workgroups: int) -> int:
-        """Shares of the keys that fill a device of 132 processors, none under 512 keys."""
-        keys = p.max_keys if p.window < 0 else min(p.max_keys, p.window + p.q_len)
+    def splits(self, p: AttentionProblem, workgroups: int) -> int:
+        """Shares of the keys that fill a device of 132 processors, none under 512 keys.
+
+        The emulation splits sooner, so that tests get there.
+        """
         if p.packed_rows or workgroups >= 132:
             return 1
-        return max(1, min(-(-264 // workgroups), keys // 512, MOST_SPLITS))
+        least = 512 if self.native else 64
+        return max(1, min(-(-264 // workgroups), p.visible // least, MOST_SPLITS))
