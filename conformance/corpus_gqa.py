@@ -165,6 +165,9 @@ _SEEDED_BUGS = (
     GqaConfig(phase="prompt_static", head_size=32, length=70, loud=300.0, dtype="f16"),
     GqaConfig(phase="prompt_static", head_size=64, length=70, bias="BN", shift=-150.0),
     GqaConfig(phase="decode_static", head_size=32, length=130, bias="BN", shift=-150.0),
+    # a window of more keys than a tile has: tiles that some rows see whole, and others in part
+    GqaConfig(phase="prompt", head_size=32, length=130, kv_heads=1, window=70),
+    GqaConfig(phase="chunk_static", head_size=64, length=161, kv_heads=1, window=130),
 )  # fmt: skip
 """Calls without which a seeded bug lives (tests/mutations.py)."""
 
