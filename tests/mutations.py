@@ -740,7 +740,7 @@ def main() -> int:
     for old in _read(args.again) if args.again else ():
         if old.status == "survived":
             survivors[old.mutant.template].append(old.mutant.shown)
-    known = _read(args.json) if args.resume else []
+    known = _read(args.json) if args.resume and args.json.exists() else []
     bench = Bench(args.adapter)
     print(f"{len(bench.pairs)} cases on routes, {len(bench.kernels)} kernels", flush=True)
     every: list[Outcome] = []
