@@ -152,6 +152,8 @@ _ON_CARD = (
 _SEEDED_BUGS = (
     # more shares of the keys than attention_merge has lanes for a column
     GqaConfig(phase="decode_static", head_size=256, kv_heads=1, group=1, length=700),
+    # more columns than attention_merge has lanes
+    GqaConfig(phase="decode_static", head_size=320, kv_heads=1, group=1, length=150),
     # a weight of 0 does not hide what a key that nobody sees has for a value
     GqaConfig(phase="decode_static", head_size=64, length=33, batch=2, ragged=True, in_place=True,
               stale="nan"),
@@ -161,10 +163,13 @@ _SEEDED_BUGS = (
               stale="nan"),
     GqaConfig(phase="prompt_static", head_size=32, length=47, group=3, in_place=True, stale="nan"),
     # weights underflow, or overflow, where the reference of a row is not the maximum that it sees
-    GqaConfig(phase="chunk_static", head_size=64, length=20, loud=300.0),
+    GqaConfig(phase="chunk_static", head_size=64, length=14, loud=300.0),
     GqaConfig(phase="prompt_static", head_size=32, length=70, loud=300.0, dtype="f16"),
     GqaConfig(phase="prompt_static", head_size=64, length=70, bias="BN", shift=-150.0),
     GqaConfig(phase="decode_static", head_size=32, length=130, bias="BN", shift=-150.0),
+    # a window of more keys than a tile has: tiles that some rows see whole, and others in part
+    GqaConfig(phase="prompt", head_size=32, length=130, kv_heads=1, window=70),
+    GqaConfig(phase="chunk_static", head_size=64, length=161, kv_heads=1, window=130),
 )  # fmt: skip
 """Calls without which a seeded bug lives (tests/mutations.py)."""
 

@@ -86,15 +86,10 @@ RULES: dict[str, tuple[str, str]] = {
 # Jinja's own text and comments, in which nothing is changed.
 _APART = re.compile(r"\{#.*?#\}|\{%.*?%\}|\{\{.*?\}\}|//[^\n]*", re.S)
 
-_OTHERS_ROW = (
-    "the row that it goes on to write is the next sequence's, which the next workgroups write"
-    " again: wrong only where workgroups run in another order"
-)
 _OTHERS_TILE = (
     "the row that it goes on to write is the next tile's first, which the next workgroup writes"
     " again: wrong only where workgroups run in another order"
 )
-_BEYOND_X = "tokens that do not exist are not written, and beyond the depth w is zero"
 _PADDING_OF_V = " columns of V beyond its width are never written out"
 _PAD_OF_HALVES = "the half behind an odd number of elements pads the last word; nobody reads it"
 _PAD_OF_WORD = (
@@ -147,14 +142,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): "there is a next pass only where columns take all lanes; then no lane reads another's sum",
     (
         "attention_serial",
-        "if (i32(s) [>= -> >] seq_at(b, 1u)) { return; }",
-    ): _OTHERS_ROW,
-    (
-        "attention_serial",
-        "if (i32(s) >= seq_at(b, 1u)) { [return; -> ;] }",
-    ): _OTHERS_ROW,
-    (
-        "attention_serial",
         "for (var i = 0u; i [< -> <=] count; i++) { top = max(top, scores[i]); }",
     ): "the score behind the last is LOWEST or, clamped, the last one again; no maximum changes",
     (
@@ -181,12 +168,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "gemm",
         "if (token [< -> <=] u.tokens && d < u.depth) { value = x_four(token * u.depth + d,"
         " u.depth - d); }",
-    ): _BEYOND_X,
-    (
-        "gemm",
-        "if (token < u.tokens && d [< -> <=] u.depth) { value = x_four(token * u.depth + d,"
-        " u.depth - d); }",
-    ): _BEYOND_X,
+    ): _NO_TOKEN,
     (
         "packed_place",
         "if (g [< -> <=] {{ 2 * N * H4 }}u) {",
@@ -395,6 +377,10 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "attention_splitk",
         "weights[{{ i * W }}u + lane] = x{{ i }}; [workgroupBarrier(); -> ;]",
     ): _ONE_SUBGROUP,
+    (
+        "attention_splitk_sg",
+        "for (; start + {{ GROUPS * KB }}u [<= -> <] whole_to; start += {{ GROUPS * KB }}u) {",
+    ): "the last whole step is taken with masks, to the same end",
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
@@ -754,7 +740,7 @@ def main() -> int:
     for old in _read(args.again) if args.again else ():
         if old.status == "survived":
             survivors[old.mutant.template].append(old.mutant.shown)
-    known = _read(args.json) if args.resume else []
+    known = _read(args.json) if args.resume and args.json.exists() else []
     bench = Bench(args.adapter)
     print(f"{len(bench.pairs)} cases on routes, {len(bench.kernels)} kernels", flush=True)
     every: list[Outcome] = []
