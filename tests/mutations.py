@@ -130,14 +130,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): _CHECKED,
     (
         "attention_merge",
-        "for (var i = lane; i < u.splits; i [+= -> =] {{ W }}u) { states[i] = part_ml[slot + i]; }",
-    ): "there are at most 64 shares and no fewer lanes, so the loop runs once at most",
-    (
-        "attention_merge",
-        "if (at [< -> <=] {{ V4 }}u) {",
-    ): "the column behind the last is summed up for nothing: no other lane takes that sum",
-    (
-        "attention_merge",
         "write_out(row, head, at, sum * factor); [workgroupBarrier(); -> ;]",
     ): "there is a next pass only where columns take all lanes; then no lane reads another's sum",
     (
@@ -279,12 +271,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "let x = v_load(key_row(b, tile.kv_head, min(key, tile.span.y - [1 -> 0]u)) * {{ V4 }}u"
         " + min(c, {{ V4 - 1 }}u));",
     ): _BEHIND,
-    (
-        "attention_apply_matrix",
-        "select(vec4<f32>(0.0), x, key < tile.span.y [&& -> ||] c < {{ V4 }}u));",
-    ): (
-        "keys behind the end repeat the last value and weigh 0; columns behind the last are not"
-        " written"
     ),
     (
         "attention_scores_matrix",
@@ -325,29 +311,9 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "for (var start = 0u; start [< -> <=] u.depth; start += {{ BK }}u) {",
     ): "one more step, of zeros",
     (
-        "gemm_matrix",
-        "let token = min(first_token + row, u.tokens [- -> +] 1u);",
-    ): _NO_TOKEN,
-    (
-        "gemm_matrix",
-        "let token = min(first_token + row, u.tokens - [1 -> 0]u);",
-    ): _NO_TOKEN,
-    (
-        "gemm_matrix",
-        "if (loaded_group [>= -> >] {{ GROUPS }}u) { return; }",
-    ): _CLAMPED,
-    (
-        "gemm_matrix",
-        "if (loaded_group >= {{ GROUPS }}u) { [return; -> ;] }",
-    ): _CLAMPED,
-    (
         "attention_flash",
         "for (var start = span.x; start [< -> <=] span.y; start += {{ BN }}u) {",
     ): "one more tile, of hidden keys",
-    (
-        "attention_flash",
-        "let inside{{ k }} = min(j{{ k }}, span.y - [1 -> 0]u);",
-    ): _BEHIND,
     (
         "attention_flash",
         "if (start < low || start + {{ BN }}u [> -> >=] high) {",
