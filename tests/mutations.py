@@ -271,7 +271,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "let x = v_load(key_row(b, tile.kv_head, min(key, tile.span.y - [1 -> 0]u)) * {{ V4 }}u"
         " + min(c, {{ V4 - 1 }}u));",
     ): _BEHIND,
-    ),
     (
         "attention_scores_matrix",
         "if (start [>= -> >] tile.span.y) { return; }",
