@@ -132,7 +132,8 @@ class FlashMatrix(CoreRoute):
         for tile in fitting:
             if astuple(tile) == tuned:
                 return tile
-        few = p.max_keys <= 1024 and p.batch * p.num_heads * -(-p.q_len // 128) <= _FEW_TILES
+        tiles = p.batch * p.num_heads * -(-p.q_len // 128)
+        few = p.rows <= 64 or (p.max_keys <= 1024 and tiles <= _FEW_TILES)
         best = _SMALL if few else _NARROW if p.head_size < 128 else _WIDE
         return next((tile for tile in (best, _SMALL, *_TILES) if tile in fitting), None)
 

@@ -76,7 +76,8 @@ class PackedProblem:
 
     def prologue(self, caps: Caps, half_queries: bool = False) -> Parts:
         """Rows of q, k and v."""
-        return self.source.parts(caps)
+        rows = replace(self.rows, half_queries=half_queries)
+        return replace(self.source, rows=rows).parts(caps)
 
     def epilogue(self, caps: Caps) -> Parts:
         """Rows of a V head size that is no multiple of four, made dense."""
@@ -148,9 +149,10 @@ class MatrixRoute(ComposedRoute):
 def _projected_routes() -> tuple[Route, ...]:
     """Matrix projections where the device has them, the register-tiled one, and for tests the
     emulated matrix projection."""
-    cores = [core for core in CORE_ROUTES if core.name in ("flash", "flash_nosg", "serial")]
-    native = tuple(MatrixRoute(core, True) for core in cores)
-    return (*native[:2], *composed_routes(), native[2], MatrixRoute(cores[1], False))
+    names = ("flash_matrix", "flash", "flash_nosg", "serial")
+    cores = [core for core in CORE_ROUTES if core.name in names]
+    *native, serial = (MatrixRoute(core, True) for core in cores)
+    return (*native, *composed_routes(), serial, MatrixRoute(cores[2], False))
 
 
 def _call(
@@ -179,6 +181,8 @@ def _call(
         bias_rows=schedule.padded if bias else 0,
         bias_width=schedule.padded if bias else 0,
         packed_rows=True,
+        scale=rows.scale,
+        half_queries=rows.dtype == "float16",
     )
     seq = sequences(
         schedule.batch,
@@ -245,7 +249,7 @@ class PackedAttention(OpSpec):
         schedule = Schedule.read(node, self.names, values, tokens)
         attention_bias = padded_bias(node, self.names, values[5], schedule, heads, dtype)
         scale = score_scale(node, head_size)
-        rows = PackedRows(tokens, heads, head_size, v_head_size, dtype, "float32", scale)
+        rows = PackedRows(tokens, heads, head_size, v_head_size, dtype, dtype, scale)
         inputs = {"input": 0, "weights": 1, "qkv_bias": 2}
         if attention_bias:
             inputs["bias"] = 5
@@ -317,7 +321,7 @@ class PackedMultiHeadAttention(OpSpec):
         if attention_bias:
             inputs["bias"] = 6
         scale = score_scale(node, head_size)
-        rows = PackedRows(tokens, heads, head_size, v_head_size, dtype, "float32", scale)
+        rows = PackedRows(tokens, heads, head_size, v_head_size, dtype, dtype, scale)
         source = Split(rows, joined, bias is not None)
         return _call(node, source, schedule, attention_bias, inputs, card=False)
 

@@ -1,7 +1,8 @@
 """From packed tokens to the operands of core attention: by projection, or from given q, k and v.
 
 Both write the same rows (packed_place.wgsl.j2): queries float32 [token][head], times the score
-scale; keys and values `kv_dtype` [head][token]; each row padded with zeros to groups of four.
+scale, or as `half_queries` float16 without it; keys and values `kv_dtype` [head][token]; each row
+padded with zeros to groups of four.
 """
 
 from collections.abc import Mapping
@@ -28,11 +29,17 @@ class PackedRows:
     dtype: str
     kv_dtype: str
     scale: float
+    half_queries: bool = False  # as CoreRoute.half_queries wants them
 
     @property
     def groups(self) -> int:
         """Groups of four that a token becomes."""
         return self.heads * (2 * -(-self.head_size // 4) + -(-self.v_head_size // 4))
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by."""
+        return 1.0 if self.half_queries else self.scale
 
     @property
     def aligned(self) -> bool:
@@ -45,10 +52,15 @@ class PackedRows:
         rows = self.tokens * self.heads
         h, v = -(-self.head_size // 4) * 4, -(-self.v_head_size // 4) * 4
         return (
-            ("q", rows * bytes_per_row("float32", h)),
+            ("q", self._query_bytes(h)),
             (KEYS[0], rows * bytes_per_row(self.kv_dtype, h)),
             (KEYS[1], rows * bytes_per_row(self.kv_dtype, v)),
         )
+
+    def _query_bytes(self, width: int) -> int:
+        if self.half_queries:
+            return (self.tokens + 128) * self.heads * bytes_per_row("float16", width)
+        return self.tokens * self.heads * bytes_per_row("float32", width)
 
     def element(self, aligned: bool) -> str:
         """WGSL element type of a buffer of `dtype`, read in groups of four where `aligned`."""
@@ -58,7 +70,7 @@ class PackedRows:
         """The bindings of the operands written."""
         cache = STORAGE[self.kv_dtype]
         return (
-            Binding("q_out", "vec4<f32>", "read_write"),
+            Binding("q_out", STORAGE["float16" if self.half_queries else "float32"], "read_write"),
             Binding("k_out", cache, "read_write"),
             Binding("v_out", cache, "read_write"),
         )
@@ -69,6 +81,7 @@ class PackedRows:
             "H": self.head_size,
             "N": self.heads,
             "V": self.v_head_size,
+            "half_queries": self.half_queries,
             "kv": self.kv_dtype,
             "t": self.dtype,
         }
@@ -168,7 +181,7 @@ class Projection:
                 ("tokens", rows.tokens),
                 ("depth", self.depth),
                 ("column_tiles", column_tiles),
-                ("scale", rows.scale),
+                ("scale", rows.query_scale),
             ),
         )
         return Parts((launch,), rows.scratch)
@@ -309,6 +322,6 @@ class Split:
             kernel,
             (*inputs, *OUTPUTS),
             -(-rows.tokens * rows.groups // 256),
-            (("tokens", rows.tokens), ("scale", rows.scale)),
+            (("tokens", rows.tokens), ("scale", rows.query_scale)),
         )
         return Parts((launch,), rows.scratch)
