@@ -7,7 +7,7 @@
 A mutant is a template with one small change: a comparison off by one, a sign, a constant, a swapped
 sine and cosine, a missing barrier, a dropped statement. Every mutant gets a process of its own, in
 which the cases that run a changed kernel are judged by their oracles until one fails, some of them
-in the geometry that hardware gets:
+in the geometry that hardware gets, or in each that a tuned setting can name:
 
     killed      a case came out wrong, or did not come to an end
     invalid     the WGSL does not compile; nobody could ship it
@@ -35,6 +35,8 @@ from typing import Any
 
 import jinja2
 from running import accepting, call_of, run_route
+from test_flash_matrix import CONFIGS as PROMPTS
+from test_flash_matrix import growing, tuned_to
 from test_hardware_geometry import hardware_cases
 
 from ort_webgpu.conformance.case import Case, Expected
@@ -42,6 +44,7 @@ from ort_webgpu.conformance.cases import corpus
 from ort_webgpu.conformance.checks import problems
 from ort_webgpu.conformance.oracles import oracle
 from ort_webgpu.device import open_gpu
+from ort_webgpu.ops.attention_flash_matrix import FlashMatrix
 from ort_webgpu.ops.spec import Caps, Route
 from ort_webgpu.wgsl import render as rendering
 from ort_webgpu.wgsl.kernel import Kernel
@@ -458,6 +461,7 @@ class Bench:
             self.pairs += _pairs(case, self.caps)
         hardware = replace(self.caps, software=False)
         large = [pair for case in hardware_cases() for pair in _pairs(case, hardware)]
+        large += _pairs_by_setting(self.caps)
         self.pairs += large
         self.kernels = list(dict.fromkeys(k for pair in self.pairs for k in pair.kernels))
         # A mutant is judged on the first kernels it changes: let them be of all operators.
@@ -544,6 +548,18 @@ def _pairs(case: Case, caps: Caps) -> list[Pair]:
         launches = route.program(problem, caps).launches
         kernels = frozenset(launch.kernel for launch in launches)
         found.append(Pair(case, route, caps, kernels))
+    return found
+
+
+def _pairs_by_setting(caps: Caps) -> list[Pair]:
+    """Prompts on attention_flash_matrix in each of its geometries, of which its rule picks one."""
+    cases = [config.case(11) for config in PROMPTS]
+    found = []
+    for case in [*cases, growing(cases[0])]:
+        core = call_of(case).problem.core
+        for setting in FlashMatrix(False).settings(core, caps):
+            pairs = _pairs(case, tuned_to(core, caps, setting))
+            found += [pair for pair in pairs if pair.route.name == "flash_matrix_emulated"]
     return found
 
 
