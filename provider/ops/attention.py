@@ -334,7 +334,8 @@ class SplitKSubgroups(SplitK):
         """Keys of a step, all loaded during the step before: what registers hold."""
         if caps.software or units > 1:
             return 2
-        return 8 if p.kv_dtype in ("int8", "int4") else 4
+        long = p.kv_dtype == "float16" and p.visible >= 8192
+        return 8 if long or p.kv_dtype in ("int8", "int4") else 4
 
 
 #: In order of preference; the last takes everything. The materialized form comes behind flash: on

@@ -4,6 +4,7 @@ Three launches: attention_scores_matrix, attention_rowstats, attention_apply_mat
 subgroup matrices, or their emulation in workgroup memory, which runs the same code everywhere.
 """
 
+import math
 from dataclasses import dataclass
 
 from ort_webgpu.ops.attention_core import (
@@ -195,7 +196,12 @@ class Materialized(CoreRoute):
         tiles = p.batch * p.kv_heads * tile.row_tiles(p)
         columns = -(-4 * p.v4 // tile.bn)
         values = uniforms(
-            p, tiles=tile.row_tiles(p), key_tiles=tile.key_tiles(p), column_tiles=columns
+            p,
+            tiles=tile.row_tiles(p),
+            key_tiles=tile.key_tiles(p),
+            column_tiles=columns,
+            # queries are float16 numbers again but for a power of two, and are not rounded twice
+            q_scale=math.frexp(p.scale)[0] or 1.0,
         )
         score_launch = make_launch(
             "attention_scores_matrix",
