@@ -113,6 +113,7 @@ _ONE_SUBGROUP = (
 )
 _NO_ROW = "rows that do not exist may hold anything: ORT leaves them unspecified, so no case looks"
 _SAME_AGAIN = "lanes behind the last wrap around and write words of v_out once more, the same ones"
+_NO_SHARE = "shares behind the last are loaded, but zeros stand for them in the sum"
 _PREPARE = "prepare, which runs after, writes the row anyway"
 EXPLAINED: dict[tuple[str, str], str] = {
     (
@@ -349,6 +350,60 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "attention_splitk_sg",
         "for (; start + {{ GROUPS * KB }}u [<= -> <] whole_to; start += {{ GROUPS * KB }}u) {",
     ): "the last whole step is taken with masks, to the same end",
+    (
+        "attention_flash_matrix",
+        "if (i32(s_first) [>= -> >] seq_at(b, 1u)) { return; }",
+    ): _CHECKED,
+    (
+        "attention_flash_matrix",
+        "if (i32(s_first) >= seq_at(b, 1u)) { [return; -> ;] }",
+    ): _CHECKED,
+    (
+        "attention_flash_matrix",
+        "let last_key = max(span.y, [1 -> 0]u) - 1u;",
+    ): "where no row sees a key no loop begins, and what was loaded before it is not used",
+    (
+        "attention_flash_matrix",
+        "if (lane == [0 -> 1]u) { scores[{{ 2 * FLAGS + 1 }}u - turn] = 0.0; }",
+    ): "any one lane may do it",
+    (
+        "attention_flash_matrix",
+        "let edge = start [< -> <=] low || start + {{ BN }}u > high;",
+    ): "one more tile is masked where nothing is hidden",
+    (
+        "attention_flash_matrix",
+        "if (top > reference + TAU || (start == span.x && top [> -> >=] LOWEST)) {",
+    ): "a row that sees nothing of the first tile keeps LOWEST, and its factor is 1",
+    (
+        "attention_splitk_sg",
+        "if (subgroupAny(top [> -> >=] m + SLACK)) {",
+    ): "a reference that is not exceeded by more stays, and the factor is 1",
+    (
+        "attention_splitk_sg",
+        "let reference = select(m, top, top [> -> >=] m + SLACK);",
+    ): "where scores exceed it by exactly SLACK the reference may follow: sums do too",
+    (
+        "attention_splitk_sg",
+        "for (; start [< -> <=] end; start += {{ GROUPS * KB }}u) {",
+    ): "one more step, of hidden keys",
+    (
+        "attention_merge",
+        "share{{ n }} = part_o[(slot + min({{ from }} + {{ n * PARTS }}u, u.splits [- -> +] 1u)) *"
+        " {{ V4 }}u + min(column + {{ c * VP }}u, {{ V4 - 1 }}u)];",
+    ): _NO_SHARE,
+    (
+        "attention_merge",
+        "share{{ n }} = part_o[(slot + min({{ from }} + {{ n * PARTS }}u, u.splits - [1 -> 0]u)) *"
+        " {{ V4 }}u + min(column + {{ c * VP }}u, {{ V4 - 1 }}u)];",
+    ): _NO_SHARE,
+    (
+        "attention_merge",
+        "let state = part_ml[slot + min(i, u.splits [- -> +] 1u)];",
+    ): _NO_SHARE,
+    (
+        "attention_merge",
+        "let state = part_ml[slot + min(i, u.splits - [1 -> 0]u)];",
+    ): _NO_SHARE,
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
