@@ -196,11 +196,12 @@ class FlashMatrix(CoreRoute):
         return Parts((launch, *merge.launches), merge.scratch)
 
     def splits(self, p: AttentionProblem, workgroups: int) -> int:
-        """Shares of the keys that fill a device of 132 processors, none under 512 keys.
+        """Shares of the keys that fill a device of 132 processors twice and leave no workgroup
+        over, none under 512 keys.
 
         The emulation splits sooner, so that tests get there.
         """
         if p.packed_rows or workgroups >= 132:
             return 1
         least = 512 if self.native else 64
-        return max(1, min(-(-264 // workgroups), p.visible // least, MOST_SPLITS))
+        return max(1, min(264 // workgroups, p.visible // least, MOST_SPLITS))

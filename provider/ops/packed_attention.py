@@ -119,15 +119,18 @@ class MatrixRoute(ComposedRoute):
 
     stage = "projected"
 
-    def __init__(self, core: CoreRoute, native: bool):
+    def __init__(self, core: CoreRoute, native: bool, direct: bool = False):
         super().__init__(core)
-        self.native = native
+        self.native, self.direct = native, direct
         self.forced_only = not native
-        self.name = f"matrix_staged_{core.name}" + ("" if native else "_emulated")
+        self.kind = "matrix_direct" if direct else "matrix_staged"
+        self.name = f"{self.kind}_{core.name}" + ("" if native else "_emulated")
 
     def _projected(self, problem: PackedProblem) -> PackedProblem:
         assert isinstance(problem.source, Projection)
-        source = MatrixProjection(problem.source.rows, problem.source.depth, self.native)
+        source = MatrixProjection(
+            problem.source.rows, problem.source.depth, self.native, self.direct
+        )
         return replace(problem, source=source)
 
     def check(self, problem: Any, caps: Caps) -> Accepted | Rejected:
@@ -143,16 +146,22 @@ class MatrixRoute(ComposedRoute):
 
     def card_variant(self, problem: Any, caps: Caps) -> str | None:
         name = problem.card_variant(self.core_route.name, caps)
-        return f"matrix_staged_{name}" if name and self.native else None
+        return f"{self.kind}_{name}" if name and self.native else None
 
 
 def _projected_routes() -> tuple[Route, ...]:
     """Matrix projections where the device has them, the register-tiled one, and for tests the
-    emulated matrix projection."""
+    emulated matrix projection.
+
+    Operands read from where they lie come last: that was slower than staging them wherever it was
+    measured on an H200 (contract wgsl-attention.md).
+    """
     names = ("flash_matrix", "flash", "flash_nosg", "serial")
     cores = [core for core in CORE_ROUTES if core.name in names]
     *native, serial = (MatrixRoute(core, True) for core in cores)
-    return (*native, *composed_routes(), serial, MatrixRoute(cores[2], False))
+    direct = (MatrixRoute(core, True, True) for core in cores)
+    emulated = (MatrixRoute(cores[2], False, direct) for direct in (False, True))
+    return (*native, *composed_routes(), serial, *direct, *emulated)
 
 
 def _call(

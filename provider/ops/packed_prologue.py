@@ -157,30 +157,45 @@ class Projection:
         tile_tokens: int,
         lanes: int,
         features: frozenset[str] = frozenset(),
+        span: tuple[int, int] | None = None,
+        x_element: str = "",
     ) -> Parts:
-        """The launch of `template`, whose tiles cover `column_tiles` times `tile_tokens` tokens."""
+        """The launch of `template`, whose tiles cover `column_tiles` times `tile_tokens` tokens.
+
+        `span`: first token and end, all by default. `x_element`: by default that of a `dtype`.
+        """
         rows, x_aligned = self.rows, self.depth % 4 == 0
+        first, end = span or (0, rows.tokens)
         kernel = Kernel(
             template,
             rows.constants(x_aligned=x_aligned, w_aligned=rows.aligned, **own),
             (
-                Binding("x", rows.element(x_aligned)),
+                Binding("x", x_element or rows.element(x_aligned)),
                 Binding("w", rows.element(rows.aligned)),
                 Binding("bias", rows.element(rows.aligned)),
                 *rows.outputs(),
             ),
-            (("tokens", "u32"), ("depth", "u32"), ("column_tiles", "u32"), ("scale", "f32")),
+            (
+                ("tokens", "u32"),
+                ("depth", "u32"),
+                ("column_tiles", "u32"),
+                ("first", "u32"),
+                ("end", "u32"),
+                ("scale", "f32"),
+            ),
             lanes,
             features,
         )
         launch = Launch(
             kernel,
             (("x", "input"), ("w", "weights"), ("bias", "qkv_bias"), *OUTPUTS),
-            column_tiles * -(-rows.tokens // tile_tokens),
+            column_tiles * -(-(end - first) // tile_tokens),
             (
                 ("tokens", rows.tokens),
                 ("depth", self.depth),
                 ("column_tiles", column_tiles),
+                ("first", first),
+                ("end", end),
                 ("scale", rows.query_scale),
             ),
         )
@@ -216,10 +231,12 @@ _MATRIX_TILES = (
 class MatrixProjection(Projection):
     """The projection on the matrix layer; `native` on subgroup matrices, else emulated for tests.
 
-    Operands are float16 where the node is (nothing is rounded), else float32.
+    Operands are float16 where the node is (nothing is rounded), else float32. `direct`: tokens are
+    read from where they lie, in whole tiles; a launch that stages them takes the rest.
     """
 
     native: bool = True
+    direct: bool = False
 
     @property
     def _half(self) -> bool:
@@ -254,6 +271,16 @@ class MatrixProjection(Projection):
                 f"no tile fits {caps.workgroup_memory} bytes of workgroup memory and"
                 f" {caps.workgroup_invocations} lanes"
             )
+        return self._partial(caps) if self.direct else None
+
+    def _partial(self, caps: Caps) -> Rejected | None:
+        """Why no whole tile of tokens can be read where it lies, or None."""
+        tile = self._tile(caps)
+        assert tile is not None
+        if self.depth % tile.bk:
+            return Rejected(f"input width {self.depth} is no multiple of the tile's {tile.bk}")
+        if self.rows.tokens < tile.bm:
+            return Rejected(f"{self.rows.tokens} tokens are less than a tile of {tile.bm}")
         return None
 
     def _tile(self, caps: Caps) -> MatrixGemmTile | None:
@@ -286,14 +313,23 @@ class MatrixProjection(Projection):
             "native": self.native,
             "operand": "f16" if self._half else "f32",
         }
-        return self._parts(
-            "gemm_matrix",
-            own,
-            -(-4 * self.rows.groups // tile.bn),
-            tile.bm,
-            tile.sgr * tile.sgc * lanes,
-            frozenset(features) if self.native else frozenset(),
-        )
+        whole = self.rows.tokens // tile.bm * tile.bm if self.direct else 0
+        launches: list[Launch] = []
+        for direct, span in ((True, (0, whole)), (False, (whole, self.rows.tokens))):
+            if span[0] < span[1]:
+                element = {(True, True): "f16", (False, True): "u32"}.get((self.native, self._half))
+                parts = self._parts(
+                    "gemm_matrix",
+                    {**own, "direct": direct},
+                    -(-4 * self.rows.groups // tile.bn),
+                    tile.bm,
+                    tile.sgr * tile.sgc * lanes,
+                    frozenset(features) if self.native else frozenset(),
+                    span,
+                    (element or "f32") if direct else "",
+                )
+                launches += parts.launches
+        return Parts(tuple(launches), self.rows.scratch)
 
 
 @dataclass(frozen=True)
