@@ -170,6 +170,8 @@ _SEEDED_BUGS = (
     # a window of more keys than a tile has: tiles that some rows see whole, and others in part
     GqaConfig(phase="prompt", head_size=32, length=130, kv_heads=1, window=70),
     GqaConfig(phase="chunk_static", head_size=64, length=161, kv_heads=1, window=130),
+    # in attention_flash_matrix references of all rows move with key 33, the second of a tile
+    GqaConfig(phase="prompt", head_size=64, length=34, dtype="f16", causal=0, loud=20.0),
 )  # fmt: skip
 """Calls without which a seeded bug lives (tests/mutations.py)."""
 

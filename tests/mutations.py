@@ -404,6 +404,34 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "attention_merge",
         "let state = part_ml[slot + min(i, u.splits - [1 -> 0]u)];",
     ): _NO_SHARE,
+    (
+        "attention_flash_matrix",
+        "if (start != span[.x -> .y]) { scores[turn] = 1.0; }",
+    ): "in the first tile it multiplies an output of zeros",
+    (
+        "attention_flash_matrix",
+        "// the last step's weights are read before scores change hands again [workgroupBarrier();"
+        " -> ;]",
+    ): (
+        "scores were read by all before the workgroupUniformLoad of the last step; weights and"
+        " values, which that step reads, lie elsewhere"
+    ),
+    (
+        "attention_flash_matrix",
+        "if (written && part [== -> !=] 0u) { part_ml[slot] = vec2<f32>(reference / LOG2E, l); }",
+    ): "the other lanes of the row, one at least, have the same two numbers",
+    (
+        "attention_merge",
+        "sums[i] = select(0.0, state.y, i [< -> <=] u.splits);",
+    ): "the share behind the last has the reference LOWEST, whose factor is 0",
+    (
+        "attention_flash",
+        "if (i32(first [/ -> *] {{ GROUP }}u) >= seq_at(b, 1u)) { return; }",
+    ): "packed rows come from operators whose groups are of one head",
+    (
+        "attention_common",
+        "return vec2<u32>(u32(max(0, hi - u.window)), u32(max([0 -> 1], hi)));",
+    ): _NO_ROW,
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
