@@ -170,6 +170,11 @@ _SEEDED_BUGS = (
     # a window of more keys than a tile has: tiles that some rows see whole, and others in part
     GqaConfig(phase="prompt", head_size=32, length=130, kv_heads=1, window=70),
     GqaConfig(phase="chunk_static", head_size=64, length=161, kv_heads=1, window=130),
+    # in attention_flash_matrix references of all rows move with key 33, the second of a tile
+    GqaConfig(phase="prompt", head_size=64, length=34, dtype="f16", causal=0, loud=20.0),
+    # a bias of whole groups of four, from each of the four columns on that key 0 may be at
+    GqaConfig(phase="decode_static", head_size=32, length=43, dtype="f16", window=13,
+              window_extra=0, bias="BN", batch=4, ragged=True),
 )  # fmt: skip
 """Calls without which a seeded bug lives (tests/mutations.py)."""
 

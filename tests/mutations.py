@@ -17,6 +17,7 @@ in the geometry that hardware gets, or in each that a tuned setting can name:
 """
 
 import argparse
+import itertools
 import json
 import os
 import pickle
@@ -404,6 +405,50 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "attention_merge",
         "let state = part_ml[slot + min(i, u.splits - [1 -> 0]u)];",
     ): _NO_SHARE,
+    (
+        "attention_flash_matrix",
+        "if (start != span[.x -> .y]) { scores[turn] = 1.0; }",
+    ): "in the first tile it multiplies an output of zeros",
+    (
+        "attention_flash_matrix",
+        "// the last step's weights are read before scores change hands again [workgroupBarrier();"
+        " -> ;]",
+    ): (
+        "scores were read by all before the workgroupUniformLoad of the last step; weights and"
+        " values, which that step reads, lie elsewhere"
+    ),
+    (
+        "attention_flash_matrix",
+        "if (written && part [== -> !=] 0u) { part_ml[slot] = vec2<f32>(reference / LOG2E, l); }",
+    ): "the other lanes of the row, one at least, have the same two numbers",
+    (
+        "attention_merge",
+        "sums[i] = select(0.0, state.y, i [< -> <=] u.splits);",
+    ): "the share behind the last has the reference LOWEST, whose factor is 0",
+    (
+        "attention_flash",
+        "if (i32(first [/ -> *] {{ GROUP }}u) >= seq_at(b, 1u)) { return; }",
+    ): "packed rows come from operators whose groups are of one head",
+    (
+        "attention_common",
+        "return vec2<u32>(u32(max(0, hi - u.window)), u32(max([0 -> 1], hi)));",
+    ): _NO_ROW,
+    (
+        "attention_common",
+        "x [+= -> =] bias_four(bias_row(b, head, s) + j).x;",
+    ): "only attention_flash_matrix binds groups of four, and it does not call score",
+    (
+        "gemm_matrix",
+        "let token = min(first_token + (lane + {{ n * W }}u) / {{ BK4 }}u, u.tokens [- -> +] 1u);",
+    ): _NO_TOKEN,
+    (
+        "gemm_matrix",
+        "let token = min(first_token + (lane + {{ n * W }}u) / {{ BK4 }}u, u.tokens - [1 -> 0]u);",
+    ): _NO_TOKEN,
+    (
+        "gemm_matrix",
+        "x{{ n }} = select(vec2<u32>([0 -> 1]u), x[(token * u.depth + k) >> 2u], k < u.depth);",
+    ): "beyond the depth the other operand is zeros as well",
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
@@ -539,7 +584,7 @@ class Bench:
                 (self._edges, self._edge_kernels, len(self._edges)),
             ):
                 try:
-                    changed = self._changed(mutant.template, kernels, 2 * limit)
+                    changed = self._changed(mutant.template, kernels, limit)
                 except jinja2.TemplateError as error:
                     return Outcome(mutant, "invalid", str(error))
                 chosen = _chosen(pairs, changed)[:limit]
@@ -562,15 +607,15 @@ class Bench:
         return answer
 
     def _changed(self, template: str, kernels: Sequence[Kernel], limit: int) -> set[Kernel]:
-        """Up to `limit` kernels whose text is another now."""
+        """Kernels whose text is another now, up to `limit` of each template."""
         changed = set()
+        counts: Counter[str] = Counter()
         for kernel in kernels:
-            if template not in _parts(kernel.template):
+            if template not in _parts(kernel.template) or counts[kernel.template] >= limit:
                 continue
             if rendering.render(kernel, self.caps.dialect) != self._texts[kernel]:
                 changed.add(kernel)
-                if len(changed) >= limit:
-                    break
+                counts[kernel.template] += 1
         return changed
 
     def _right(self, case: Case) -> Expected:
@@ -619,7 +664,10 @@ def _pairs_by_setting(caps: Caps) -> list[Pair]:
 
 
 def _chosen(pairs: Sequence[Pair], changed: set[Kernel]) -> list[Pair]:
-    """Pairs that run a changed kernel, one for each kernel first."""
+    """Pairs that run a changed kernel, one for each kernel first; templates take turns.
+
+    What a mutant changes may be in many kernels that never call it, and in few that do.
+    """
     first, rest, seen = [], [], set()
     for pair in pairs:
         hit = pair.kernels & changed
@@ -629,7 +677,11 @@ def _chosen(pairs: Sequence[Pair], changed: set[Kernel]) -> list[Pair]:
         elif hit:
             rest.append(pair)
     rng = random.Random(len(pairs))
-    return [*rng.sample(first, len(first)), *rng.sample(rest, len(rest))]
+    queues: dict[frozenset[str], list[Pair]] = defaultdict(list)
+    for pair in [*rng.sample(first, len(first)), *rng.sample(rest, len(rest))]:
+        queues[frozenset(kernel.template for kernel in pair.kernels & changed)].append(pair)
+    turns = itertools.zip_longest(*queues.values())
+    return [pair for turn in turns for pair in turn if pair]
 
 
 def _parts(template: str) -> frozenset[str]:

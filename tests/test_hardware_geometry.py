@@ -28,6 +28,7 @@ CONFIGS = [
     GqaConfig(phase="decode_static", length=600, group=2, head_size=32, sink="sink"),
     # as many shares of the keys as there can be
     GqaConfig(phase="decode_static", length=8200, group=1, kv_heads=1, head_size=8),
+    GqaConfig(phase="decode_static", length=8200, group=1, kv_heads=1, head_size=16),
     # rows whose windows begin at different keys
     GqaConfig(phase="chunk_static", length=701, group=2, kv_heads=1, head_size=64, window=300),
 ]
