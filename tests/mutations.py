@@ -439,11 +439,11 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): "only attention_flash_matrix binds groups of four, and it does not call score",
     (
         "gemm_matrix",
-        "let token = min(first_token + (lane + {{ n * W }}u) / {{ BK4 }}u, u.tokens [- -> +] 1u);",
+        "let token = min(first_token + (lane + {{ n * W }}u) / {{ BK4 }}u, u.end [- -> +] 1u);",
     ): _NO_TOKEN,
     (
         "gemm_matrix",
-        "let token = min(first_token + (lane + {{ n * W }}u) / {{ BK4 }}u, u.tokens - [1 -> 0]u);",
+        "let token = min(first_token + (lane + {{ n * W }}u) / {{ BK4 }}u, u.end - [1 -> 0]u);",
     ): _NO_TOKEN,
     (
         "gemm_matrix",
