@@ -449,6 +449,15 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "gemm_matrix",
         "x{{ n }} = select(vec2<u32>([0 -> 1]u), x[(token * u.depth + k) >> 2u], k < u.depth);",
     ): "beyond the depth the other operand is zeros as well",
+    (
+        "gemm_matrix",
+        "w{{ n }} = select(vec2<u32>([0 -> 1]u), w[(k * {{ COLUMNS }}u + loaded.column) >> 2u], k"
+        " < u.depth);",
+    ): "beyond the depth the other operand is zeros as well",
+    (
+        "gemm_matrix",
+        "if (row [< -> <=] {{ ROWS }}u && token < u.end && loaded_group < {{ GROUPS }}u) {",
+    ): "lanes of every tile share its rows without a remainder, so none is behind the last",
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
