@@ -458,6 +458,13 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "gemm_matrix",
         "if (row [< -> <=] {{ ROWS }}u && token < u.end && loaded_group < {{ GROUPS }}u) {",
     ): "lanes of every tile share its rows without a remainder, so none is behind the last",
+    (
+        "attention_scores_matrix",
+        "for (var i = lane; i [< -> <=] {{ BN * BK4 }}u; i += {{ W }}u) {",
+    ): (
+        "one group more is put behind the array, where stores are dropped or go to its last"
+        " element, padding"
+    ),
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
