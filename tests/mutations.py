@@ -115,6 +115,10 @@ _ONE_SUBGROUP = (
 _NO_ROW = "rows that do not exist may hold anything: ORT leaves them unspecified, so no case looks"
 _SAME_AGAIN = "lanes behind the last wrap around and write words of v_out once more, the same ones"
 _NO_SHARE = "shares behind the last are loaded, but zeros stand for them in the sum"
+_BEHIND_ARRAY = (
+    "one group more is put behind the array, where stores are dropped or go to its last element,"
+    " padding"
+)
 _PREPARE = "prepare, which runs after, writes the row anyway"
 EXPLAINED: dict[tuple[str, str], str] = {
     (
@@ -461,10 +465,11 @@ EXPLAINED: dict[tuple[str, str], str] = {
     (
         "attention_scores_matrix",
         "for (var i = lane; i [< -> <=] {{ BN * BK4 }}u; i += {{ W }}u) {",
-    ): (
-        "one group more is put behind the array, where stores are dropped or go to its last"
-        " element, padding"
-    ),
+    ): _BEHIND_ARRAY,
+    (
+        "attention_apply_matrix",
+        "for (var i = lane; i [< -> <=] {{ BK * BN4 }}u; i += {{ W }}u) {",
+    ): _BEHIND_ARRAY,
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
