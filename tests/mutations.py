@@ -470,6 +470,10 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "attention_apply_matrix",
         "for (var i = lane; i [< -> <=] {{ BK * BN4 }}u; i += {{ W }}u) {",
     ): _BEHIND_ARRAY,
+    (
+        "packed_place",
+        "p.group = (g [- -> +] {{ 2 * N * H4 }}u) % {{ V4 }}u;",
+    ): "a head's groups are taken in another order, and all still are",
 }
 """(template, `Mutant.shown`) to why no case can tell it from the original."""
 
