@@ -415,14 +415,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): "in the first tile it multiplies an output of zeros",
     (
         "attention_flash_matrix",
-        "// the last step's weights are read before scores change hands again [workgroupBarrier();"
-        " -> ;]",
-    ): (
-        "scores were read by all before the workgroupUniformLoad of the last step; weights and"
-        " values, which that step reads, lie elsewhere"
-    ),
-    (
-        "attention_flash_matrix",
         "if (written && part [== -> !=] 0u) { part_ml[slot] = vec2<f32>(reference / LOG2E, l); }",
     ): "the other lanes of the row, one at least, have the same two numbers",
     (
@@ -437,10 +429,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "attention_common",
         "return vec2<u32>(u32(max(0, hi - u.window)), u32(max([0 -> 1], hi)));",
     ): _NO_ROW,
-    (
-        "attention_common",
-        "x [+= -> =] bias_four(bias_row(b, head, s) + j).x;",
-    ): "only attention_flash_matrix binds groups of four, and it does not call score",
     (
         "gemm_matrix",
         "let token = min(first_token + (lane + {{ n * W }}u) / {{ BK4 }}u, u.end [- -> +] 1u);",

@@ -99,8 +99,8 @@ class FlashMatrix(CoreRoute):
             return Rejected(
                 f"head sizes {p.head_size} and {p.v_head_size}; it takes equal multiples of 32"
             )
-        if p.beam_width or p.qk:
-            return Rejected("takes no beams and writes no output_qk")
+        if p.beam_width or p.mask_width or p.qk:
+            return Rejected("takes no beams and no mask, and writes no output_qk")
         if self.native and p.q_len < 16:
             return Rejected(f"{p.q_len} query positions; it is for at least 16")
         if self.tile(p, caps) is None:
