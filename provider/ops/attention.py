@@ -4,7 +4,7 @@ Operands and semantics are those of attention_core.
 """
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from ort_webgpu.ops.attention_core import (
     MOST_SPLITS,
@@ -14,6 +14,7 @@ from ort_webgpu.ops.attention_core import (
     ComposedRoute,
     CoreRoute,
     Parts,
+    TiledRoute,
     constants,
     input_bindings,
     make_launch,
@@ -113,10 +114,8 @@ _SOFTWARE_TILE = FlashTile(16, 4, 8, 4)
 _SOFTWARE_ROWS = 512
 
 
-class Flash(CoreRoute):
+class Flash(TiledRoute[FlashTile]):
     """Tiles of query rows over tiles of keys, with an online softmax."""
-
-    setting_compiles = True
 
     def __init__(self, subgroups: bool):
         self.subgroups = subgroups
@@ -133,15 +132,15 @@ class Flash(CoreRoute):
         return too_many_buffers(bindings, caps) or self._no_tile(problem, caps) or Accepted()
 
     def _no_tile(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
-        if next(self._fitting(p, caps), None) is None:
+        if self.tile(p, caps) is None:
             return Rejected(
                 f"no tile for head sizes {p.head_size} and {p.v_head_size} fits"
                 f" {caps.workgroup_memory} bytes of workgroup memory"
             )
         return None
 
-    def _fitting(self, p: AttentionProblem, caps: Caps) -> Iterator[FlashTile]:
-        """The geometries that fit the device and the problem, best first by rule."""
+    def fitting(self, problem: AttentionProblem, caps: Caps) -> Iterator[FlashTile]:
+        p = problem
         large = caps.software and p.rows >= _SOFTWARE_ROWS
         for tile in (_SOFTWARE_TILE, *_FLASH_TILES) if large else _FLASH_TILES:
             if (
@@ -153,21 +152,9 @@ class Flash(CoreRoute):
             ):
                 yield tile
 
-    def tile(self, p: AttentionProblem, caps: Caps) -> FlashTile:
-        """The geometry that was measured to be best, else the first that fits."""
-        tuned = self.tuned(p, caps)
-        first = next(self._fitting(p, caps))
-        if tuned is None:
-            return first
-        return next((tile for tile in self._fitting(p, caps) if astuple(tile) == tuned), first)
-
-    def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
-        now = self.tile(problem, caps)
-        others = [tile for tile in self._fitting(problem, caps) if tile != now]
-        return tuple(astuple(tile) for tile in (now, *others))
-
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p, tile = problem, self.tile(problem, caps)
+        assert tile is not None
         tiles = -(-p.rows // (tile.rl * tile.rpt))
         launch = make_launch(
             "attention_flash",

@@ -16,9 +16,10 @@ core route computes softmax(q k^T) v. Operands that core routes read and write, 
 Semantics: contract ort-semantics.md 2.3, 2.4, 3.1. Scores, weights and sums are float32.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -43,6 +44,7 @@ __all__ = [
     "ComposedRoute",
     "CoreRoute",
     "Parts",
+    "TiledRoute",
     "constants",
     "input_bindings",
     "make_launch",
@@ -217,6 +219,32 @@ class CoreRoute:
     def tuned(self, problem: AttentionProblem, caps: Caps) -> tuple[int, ...] | None:
         """The setting that was measured to be best, None where the rule holds."""
         return caps.tuned.setting(problem.call_class, self.name) if caps.tuned else None
+
+
+Tile = TypeVar("Tile", bound=Any)
+
+
+class TiledRoute(CoreRoute, Generic[Tile]):
+    """A core route whose settings are geometries: dataclasses of numbers, each a kernel."""
+
+    setting_compiles = True
+
+    def fitting(self, problem: AttentionProblem, caps: Caps) -> Iterator[Tile]:
+        """The geometries that fit the device and the problem, best first by rule."""
+        raise NotImplementedError
+
+    def tile(self, problem: AttentionProblem, caps: Caps) -> Tile | None:
+        """The geometry that was measured to be best, else the first that fits, if any does."""
+        first = next(self.fitting(problem, caps), None)
+        tuned = self.tuned(problem, caps)
+        if tuned is None:
+            return first
+        return next((t for t in self.fitting(problem, caps) if astuple(t) == tuned), first)
+
+    def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
+        now = self.tile(problem, caps)
+        others = [tile for tile in self.fitting(problem, caps) if tile != now]
+        return tuple(astuple(tile) for tile in (now, *others))
 
 
 class ComposedRoute(Route):

@@ -1,13 +1,14 @@
 """Tiled attention on the matrix layer (tensor cores): attention_flash_matrix.wgsl.j2."""
 
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ort_webgpu.ops.attention_core import (
     MOST_SPLITS,
     PARTIAL,
     AttentionProblem,
-    CoreRoute,
     Parts,
+    TiledRoute,
     constants,
     input_bindings,
     make_launch,
@@ -59,13 +60,10 @@ class MatrixTile:
             and self.lanes_per_row <= shuffle_width(caps)
         )
 
-    @staticmethod
-    def _operands(rows: int, head_size: int) -> int:
-        return 2 * _KEYS * (head_size + 8) + rows * (_KEYS + 8)
-
     def _memory(self, head_size: int, stride: int) -> int:
         """Bytes: keys, values and weights of float16, scores of float32."""
-        return 2 * self._operands(self.rows, head_size) + 4 * self.rows * stride
+        operands = 2 * _KEYS * (head_size + 8) + self.rows * (_KEYS + 8)
+        return 2 * operands + 4 * self.rows * stride
 
 
 _WIDE = MatrixTile(128, 2, 2)
@@ -74,7 +72,7 @@ _SMALL = MatrixTile(64, 1, 2)
 _TILES = (_WIDE, _NARROW, _SMALL, MatrixTile(64, 2, 2), MatrixTile(64, 1, 1))
 
 
-class FlashMatrix(CoreRoute):
+class FlashMatrix(TiledRoute[MatrixTile]):
     """float16 operands in 16x16x16 tiles, float32 sums.
 
     `native` takes subgroup matrices; otherwise they are emulated, for tests.
@@ -124,25 +122,15 @@ class FlashMatrix(CoreRoute):
             )
         return None
 
-    def tile(self, p: AttentionProblem, caps: Caps) -> MatrixTile | None:
-        """The geometry that was measured to be best, else by rule: few large tiles leave processors
-        idle, many small ones load keys more often."""
-        fitting = [tile for tile in _TILES if tile.fits(p.head_size, caps)]
-        tuned = self.tuned(p, caps)
-        for tile in fitting:
-            if astuple(tile) == tuned:
-                return tile
+    def fitting(self, problem: AttentionProblem, caps: Caps) -> Iterator[MatrixTile]:
+        """By rule: few large tiles leave processors idle, many small ones load keys more often."""
+        p = problem
         tiles = p.batch * p.num_heads * -(-p.q_len // 128)
         few = p.rows <= 64 or (p.max_keys <= 1024 and tiles <= _FEW_TILES)
         best = _SMALL if few else _NARROW if p.head_size < 128 else _WIDE
-        return next((tile for tile in (best, _SMALL, *_TILES) if tile in fitting), None)
-
-    def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
-        now = self.tile(problem, caps)
-        fitting = [tile for tile in _TILES if tile.fits(problem.head_size, caps)]
-        return tuple(astuple(tile) for tile in fitting if tile == now) + tuple(
-            astuple(tile) for tile in fitting if tile != now
-        )
+        for tile in dict.fromkeys((best, _SMALL, *_TILES)):
+            if tile.fits(p.head_size, caps):
+                yield tile
 
     def parts(self, problem: AttentionProblem, caps: Caps) -> Parts:
         p, tile = problem, self.tile(problem, caps)
