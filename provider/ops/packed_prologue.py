@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ort_webgpu.ops.attention import Parts
-from ort_webgpu.ops.prepare import bytes_per_row
+from ort_webgpu.ops.prepare import bytes_per_row, query_bytes
 from ort_webgpu.ops.spec import Caps, Rejected
 from ort_webgpu.wgsl.kernel import STORAGE, Binding, Constant, Kernel, Launch, scalar_element
 
@@ -52,15 +52,10 @@ class PackedRows:
         rows = self.tokens * self.heads
         h, v = -(-self.head_size // 4) * 4, -(-self.v_head_size // 4) * 4
         return (
-            ("q", self._query_bytes(h)),
+            ("q", query_bytes(self.tokens, self.heads * h, self.half_queries)),
             (KEYS[0], rows * bytes_per_row(self.kv_dtype, h)),
             (KEYS[1], rows * bytes_per_row(self.kv_dtype, v)),
         )
-
-    def _query_bytes(self, width: int) -> int:
-        if self.half_queries:
-            return (self.tokens + 128) * self.heads * bytes_per_row("float16", width)
-        return self.tokens * self.heads * bytes_per_row("float32", width)
 
     def element(self, aligned: bool) -> str:
         """WGSL element type of a buffer of `dtype`, read in groups of four where `aligned`."""
@@ -162,10 +157,12 @@ class Projection:
     ) -> Parts:
         """The launch of `template`, whose tiles cover `column_tiles` times `tile_tokens` tokens.
 
-        `span`: first token and end, all by default. `x_element`: by default that of a `dtype`.
+        `span`: first token and end, for templates that take a part of the tokens. `x_element`: by
+        default that of a `dtype`.
         """
         rows, x_aligned = self.rows, self.depth % 4 == 0
         first, end = span or (0, rows.tokens)
+        bounds = {"first": first, "end": end} if span else {}
         kernel = Kernel(
             template,
             rows.constants(x_aligned=x_aligned, w_aligned=rows.aligned, **own),
@@ -179,9 +176,8 @@ class Projection:
                 ("tokens", "u32"),
                 ("depth", "u32"),
                 ("column_tiles", "u32"),
-                ("first", "u32"),
-                ("end", "u32"),
                 ("scale", "f32"),
+                *((name, "u32") for name in bounds),
             ),
             lanes,
             features,
@@ -194,9 +190,8 @@ class Projection:
                 ("tokens", rows.tokens),
                 ("depth", self.depth),
                 ("column_tiles", column_tiles),
-                ("first", first),
-                ("end", end),
                 ("scale", rows.query_scale),
+                *bounds.items(),
             ),
         )
         return Parts((launch,), rows.scratch)

@@ -10,7 +10,7 @@ from ort_webgpu.ops.attention import Parts
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected
 from ort_webgpu.wgsl.kernel import STORAGE, Binding, Kernel, Launch
 
-__all__ = ["CacheCopy", "Prepare", "bytes_per_row"]
+__all__ = ["CacheCopy", "Prepare", "bytes_per_row", "query_bytes"]
 
 
 def bytes_per_row(storage: str, head_size: int) -> int:
@@ -18,6 +18,14 @@ def bytes_per_row(storage: str, head_size: int) -> int:
     return {"float32": 4 * head_size, "float16": 2 * head_size, "int8": head_size}.get(
         storage, head_size // 2
     )
+
+
+def query_bytes(rows: int, width: int, half_queries: bool) -> int:
+    """Bytes of `rows` query rows of `width` elements, with the room that CoreRoute.half_queries
+    asks for."""
+    if half_queries:
+        return (rows + 128) * bytes_per_row("float16", width)
+    return rows * bytes_per_row("float32", width)
 
 
 @dataclass(frozen=True)
@@ -71,9 +79,8 @@ class Prepare:
     @property
     def scratch(self) -> tuple[tuple[str, int], ...]:
         """The query rows that core attention reads, see CoreRoute.half_queries."""
-        width = self.num_heads * self.head_size
-        rows = self.batch * self.q_len
-        return (("q", (rows + 128) * width * 2 if self.half_queries else rows * width * 4),)
+        rows, width = self.batch * self.q_len, self.num_heads * self.head_size
+        return (("q", query_bytes(rows, width, self.half_queries)),)
 
     def bindings(self) -> list[tuple[Binding, str]]:
         """The kernel's bindings, each with the operand it is bound to."""
