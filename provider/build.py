@@ -26,6 +26,7 @@ from ort_webgpu.graph_tools import (
 from ort_webgpu.graph_tools.reference import EXPANDABLE, replace_unsupported
 from ort_webgpu.interface import Undeclarable, stand_in
 from ort_webgpu.ops import OPS
+from ort_webgpu.ops.spec import Caps
 from ort_webgpu.options import config_entry, copy_options
 from ort_webgpu.placement import (
     Offload,
@@ -149,22 +150,26 @@ def build(request: Request, wishes: Wishes) -> Built:
             placement = place(model, wishes.offload, simple, reported, str(error))
         else:
             _complain(placement, wishes, gpu)
-            caps, notes = gpu.caps, list[str]()
-            if wishes.tuned:
-                measured = load(gpu.info)
-                caps = replace(caps, tuned=measured.tuned)
-                notes += [measured.obstacle] if measured.obstacle else []
+            caps, notes = _caps(gpu, wishes)
             plan = build_plan(
                 factory, placement, kinds, gpu, wishes.routes, wishes.fallback == "cpu", caps
             )
             order = {node.name: node.index for node in model.nodes}
-            return Built(session, plan, _rows(placement), tuple(notes), order, pairs)
+            return Built(session, plan, _rows(placement), notes, order, pairs)
     _complain(placement, wishes, gpu)
     rows = _rows(placement)
     if any(needs_expansion(node, simple) for node in model.nodes) or nested:
         whole = _expanded_whole(request, model, simple, nested)
         return Built(whole, None, rows, pairs=pairs)
     return Built(rows=rows, pairs=pairs)
+
+
+def _caps(gpu: Gpu, wishes: Wishes) -> tuple[Caps, tuple[str, ...]]:
+    """What routes are chosen by, and why what was measured is not in it, if it is not."""
+    if not wishes.tuned:
+        return gpu.caps, ()
+    measured = load(gpu.info)
+    return replace(gpu.caps, tuned=measured.tuned), tuple(filter(None, [measured.obstacle]))
 
 
 def _is_plain(request: Request) -> bool:

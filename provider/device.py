@@ -30,9 +30,9 @@ from ort_webgpu.ops.spec import Caps, TensorSpec
 from ort_webgpu.wgsl.kernel import Binding, Kernel, Launch, Program
 from ort_webgpu.wgsl.render import render, uniform_layout
 
-__all__ = ["AdapterInfo", "Counters", "DeviceBuffer", "Gpu", "adapters", "open_gpu"]
+__all__ = ["PACKAGES", "AdapterInfo", "Counters", "DeviceBuffer", "Gpu", "adapters", "open_gpu"]
 
-_PACKAGES = {"wgpu": "wgpu", "dawn": "wgpudawn"}
+PACKAGES = {"wgpu": "wgpu", "dawn": "wgpudawn"}  # by backend
 _UNIFORM_SLOT = 256  # the largest offset alignment that WebGPU allows
 _VARYING_SUBGROUPS = {0x8086: 8, 0x1002: 32, 0x5143: 64, 0x13B5: 4}  # Intel, AMD, Qualcomm, Arm
 _POOL_LIMIT = 1 << 30  # idle bytes kept for reuse, per device
@@ -550,7 +550,7 @@ class _Guard:
         self._gpu._lock.release()
         if error is None or isinstance(error, DeviceError) or not isinstance(error, Exception):
             return
-        if not type(error).__module__.startswith(tuple(_PACKAGES.values())):
+        if not type(error).__module__.startswith(tuple(PACKAGES.values())):
             return
         if "lost" in str(error).lower():
             self._gpu._lost = str(error)
@@ -581,7 +581,7 @@ _open: dict[tuple[int, str, int], Gpu] = {}
 
 def _package(backend: str) -> Any | None:
     try:
-        package = importlib.import_module(_PACKAGES[backend])
+        package = importlib.import_module(PACKAGES[backend])
     except ImportError:
         return None
     if backend == "dawn":
@@ -623,10 +623,10 @@ def adapters(backend: str = "auto") -> list[AdapterInfo]:
 
 def _backends(backend: str) -> tuple[str, ...]:
     if backend == "auto":
-        return tuple(_PACKAGES)
-    if backend not in _PACKAGES:
+        return tuple(PACKAGES)
+    if backend not in PACKAGES:
         raise NoAdapterError(
-            f'backend={backend!r} is none of "auto", {", ".join(map(repr, _PACKAGES))}'
+            f'backend={backend!r} is none of "auto", {", ".join(map(repr, PACKAGES))}'
         )
     return (backend,)
 

@@ -21,7 +21,7 @@ from typing import Any
 import platformdirs
 
 from ort_webgpu._version import __version__
-from ort_webgpu.device import AdapterInfo
+from ort_webgpu.device import PACKAGES, AdapterInfo
 from ort_webgpu.errors import OrtWebGpuError
 from ort_webgpu.ops.tuned import CallClass, Finding, Tuned
 
@@ -31,7 +31,6 @@ __all__ = ["VARIABLE", "Stored", "clear", "file_of", "load", "read", "store"]
 VARIABLE = "ORT_WEBGPU_CACHE_DIR"
 
 _FORMAT = 1
-_PACKAGES = {"wgpu": "wgpu", "dawn": "wgpudawn"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def load(info: AdapterInfo) -> Stored:
             return known
         found = _loaded[path] = read(info)
     if found.damaged:
-        warnings.warn(found.obstacle, RuntimeWarning, stacklevel=6)
+        warnings.warn(found.obstacle, RuntimeWarning, stacklevel=7)
     return found
 
 
@@ -143,7 +142,7 @@ def clear(info: AdapterInfo) -> bool:
 def _key(info: AdapterInfo) -> dict[str, Any]:
     """What must be equal for results to hold; names of its entries are shown to users."""
     try:
-        package = version(_PACKAGES.get(info.backend, info.backend))
+        package = version(PACKAGES.get(info.backend, info.backend))
     except PackageNotFoundError:
         package = ""
     return {
