@@ -22,10 +22,12 @@ __all__ = [
     "PartTime",
     "Times",
     "Timing",
+    "call_of",
     "checked",
     "data_sets",
     "seconds_of",
     "time_work",
+    "wall_seconds",
 ]
 
 Recorded = Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]
@@ -131,16 +133,26 @@ def _at_full_clock(gpu: Gpu, programs: Recorded, most: int) -> float:
 
 
 def _by_wall_clock(gpu: Gpu, programs: Recorded) -> Times:
-    """For adapters without timestamps: submit, then wait for four bytes."""
-    buffer = next(iter(programs[0][1].values()))
-    wait = [(buffer, TensorSpec("uint8", (4,)))]
-    found = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        gpu.run(programs)
-        gpu.download(wait)
-        found.append(time.perf_counter() - start)
+    """For adapters without timestamps."""
+    found = [wall_seconds(gpu, programs) for _ in range(REPEATS + 1)]
     return _times(found[1:])
+
+
+def wall_seconds(gpu: Gpu, programs: Recorded) -> float:
+    """Seconds by the wall clock from a submit of `programs` until four bytes behind it are here."""
+    buffer = next(iter(programs[0][1].values()))
+    start = time.perf_counter()
+    gpu.run(programs)
+    gpu.download([(buffer, TensorSpec("uint8", (4,)))])
+    return time.perf_counter() - start
+
+
+def call_of(work: Work, sample: Sample) -> Call:
+    """The validated call of a sample, as its operator's contract makes it."""
+    known = [
+        None if v is None else Value(TensorSpec(v.dtype.name, v.shape), v) for v in sample.values
+    ]
+    return OPS["com.microsoft", work.op_type].call(sample.node, known, sample.in_place)
 
 
 def _times(seconds: Sequence[float]) -> Times:
@@ -155,10 +167,7 @@ def time_work(
     rng = np.random.default_rng(seed)
     spec = OPS["com.microsoft", work.op_type]
     sample = work.sample(rng)
-    known = [
-        None if v is None else Value(TensorSpec(v.dtype.name, v.shape), v) for v in sample.values
-    ]
-    call = spec.call(sample.node, known, sample.in_place)
+    call = call_of(work, sample)
     verdicts = {route.name: route.check(call.problem, gpu.caps) for route in spec.routes}
     first = pick(spec.routes, call.problem, gpu.caps).route
     chosen = first.name if first else ""

@@ -5,8 +5,7 @@ out and reported. What the rule takes is replaced only by what is clearly faster
 """
 
 import datetime
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -14,14 +13,21 @@ from pathlib import Path
 import numpy as np
 
 from ort_webgpu import NodeCall, OrtWebGpuError, WebGPUSession
-from ort_webgpu.conformance.bench_time import MOST_ERROR, checked, data_sets, seconds_of
+from ort_webgpu.conformance.bench_time import (
+    MOST_ERROR,
+    call_of,
+    checked,
+    data_sets,
+    seconds_of,
+    wall_seconds,
+)
 from ort_webgpu.conformance.bench_works import GqaWork, Sample, Work
 from ort_webgpu.conformance.generate import InputOptions, Inputs
 from ort_webgpu.device import DeviceBuffer, Gpu
 from ort_webgpu.graph_tools import ModelFile
 from ort_webgpu.ops import OPS
 from ort_webgpu.ops.attention_core import ComposedRoute
-from ort_webgpu.ops.spec import Call, Caps, Rejected, TensorSpec, Value, pick
+from ort_webgpu.ops.spec import Call, Caps, Rejected, pick
 from ort_webgpu.ops.tuned import Finding, Tuned
 from ort_webgpu.wgsl.kernel import Program
 
@@ -61,12 +67,7 @@ class _Job:
     def of(cls, gpu: Gpu, work: Work, seed: int) -> "_Job":
         rng = np.random.default_rng(seed)
         sample = work.sample(rng)
-        known = [
-            None if v is None else Value(TensorSpec(v.dtype.name, v.shape), v)
-            for v in sample.values
-        ]
-        spec = OPS["com.microsoft", work.op_type]
-        call = spec.call(sample.node, known, sample.in_place)
+        call = call_of(work, sample)
         return cls(gpu, work, call, sample, data_sets(gpu, work, call, sample), rng)
 
     def caps(self, candidate: _Candidate) -> Caps:
@@ -92,18 +93,11 @@ class _Job:
         program = self.program(candidate)
         scratch = {name: self.gpu.allocate(size) for name, size in program.scratch}
         programs = [(program, {**operands, **scratch}) for operands in self.sets]
-        first = self._once(programs) / len(programs)
+        first = wall_seconds(self.gpu, programs) / len(programs)
         hopeless = first > best * _HOPELESS[self.gpu.caps.software]
         if hopeless and first * len(programs) > _WAIT:
             return first
         return max(1e-9, seconds_of(self.gpu, programs).low / len(programs))
-
-    def _once(self, programs: Sequence[tuple[Program, Mapping[str, DeviceBuffer]]]) -> float:
-        output = self.call.outputs[0]
-        start = time.perf_counter()
-        self.gpu.run(programs)
-        self.gpu.download([(programs[0][1][output.operand], TensorSpec("uint8", (4,)))])
-        return time.perf_counter() - start
 
 
 def tune_work(
