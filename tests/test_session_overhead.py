@@ -51,6 +51,16 @@ def added(counters, step):
     return type(counters)(*(after - then for after, then in pairs))
 
 
+def settled(session, step):
+    """What each of 20 steps adds from the third on, none of which makes anything."""
+    counters = session._plan.gpu.counters
+    step(), step()
+    for _ in range(20):
+        found = added(counters, step)
+        assert (found.allocations, found.pipelines, found.bind_groups) == (0, 0, 0)
+        yield found
+
+
 def decode_loop(session, given, **names):
     """Steps of a loop on a cache; `names` are the feeds that grow, as functions of the length."""
     cache = session.new_cache(batch_size=len(given["input_ids" if "input_ids" in given else "q"]))
@@ -75,11 +85,7 @@ def test_a_decode_step_makes_nothing_and_submits_once_a_group(adapter):
         input_ids=lambda _: np.full((2, 1), 7, np.int64),
         attention_mask=lambda length: np.ones((2, length), np.int64),
     )
-    counters = session._plan.gpu.counters
-    step(), step()
-    for _ in range(20):
-        found = added(counters, step)
-        assert (found.allocations, found.pipelines, found.bind_groups) == (0, 0, 0)
+    for found in settled(session, step):
         assert found.submits == 4
 
 
@@ -92,10 +98,6 @@ def test_layers_without_a_border_are_one_submit(adapter):
         seqlens=lambda length: np.full(1, length - 1, np.int32),
         total=lambda length: np.array([length], np.int32),
     )
-    counters = session._plan.gpu.counters
-    step(), step()
-    for _ in range(20):
-        found = added(counters, step)
-        assert (found.allocations, found.pipelines, found.bind_groups) == (0, 0, 0)
+    for found in settled(session, step):
         assert found.submits == 1
         assert found.bytes_up < 64 << 10
