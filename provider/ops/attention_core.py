@@ -243,6 +243,7 @@ class TiledRoute(CoreRoute, Generic[Tile]):
 
     def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
         now = self.tile(problem, caps)
+        assert now is not None
         others = [tile for tile in self.fitting(problem, caps) if tile != now]
         return tuple(astuple(tile) for tile in (now, *others))
 
