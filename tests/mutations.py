@@ -369,16 +369,16 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): "where no row sees a key no loop begins, and what was loaded before it is not used",
     (
         "attention_flash_matrix",
-        "if (lane == [0 -> 1]u) { scores[{{ 2 * FLAGS + 1 }}u - turn] = 0.0; }",
+        "if (lane == [0 -> 1]u) { scores[{{ FLAGS }}u] = vec4<f32>(0.0); }",
     ): "any one lane may do it",
+    (
+        "attention_flash_matrix",
+        "} else if (top [> -> >=] reference + TAU) {",
+    ): "a score that exceeds its reference by exactly TAU may be taken as it is, or be gone over again",
     (
         "attention_flash_matrix",
         "let edge = start [< -> <=] low || start + {{ BN }}u > high;",
     ): "one more tile is masked where nothing is hidden",
-    (
-        "attention_flash_matrix",
-        "if (top > reference + TAU || (start == span.x && top [> -> >=] LOWEST)) {",
-    ): "a row that sees nothing of the first tile keeps LOWEST, and its factor is 1",
     (
         "attention_splitk_sg",
         "if (subgroupAny(top [> -> >=] m + SLACK)) {",
@@ -409,10 +409,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "attention_merge",
         "let state = part_ml[slot + min(i, u.splits - [1 -> 0]u)];",
     ): _NO_SHARE,
-    (
-        "attention_flash_matrix",
-        "if (start != span[.x -> .y]) { scores[turn] = 1.0; }",
-    ): "in the first tile it multiplies an output of zeros",
     (
         "attention_flash_matrix",
         "if (written && part [== -> !=] 0u) { part_ml[slot] = vec2<f32>(reference / LOG2E, l); }",

@@ -110,9 +110,9 @@ def problem(**given) -> AttentionProblem:
     ("given", "tile"),
     [
         ({}, (128, 2, 2)),
-        ({"head_size": 64, "v_head_size": 64}, (128, 1, 1)),
+        ({"head_size": 64, "v_head_size": 64}, (64, 2, 2)),
         ({"head_size": 256, "v_head_size": 256}, (64, 1, 2)),  # 128 rows need more memory
-        ({"q_len": 512, "max_keys": 512}, (64, 1, 2)),  # 128 tiles of 128 rows, 132 processors
+        ({"q_len": 512, "max_keys": 512}, (64, 1, 1)),  # 128 tiles of 128 rows, 132 processors
         ({"q_len": 128, "max_keys": 8320}, (128, 2, 2)),  # few tiles, but shares of the keys
     ],
 )

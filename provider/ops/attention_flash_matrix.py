@@ -67,9 +67,10 @@ class MatrixTile:
 
 
 _WIDE = MatrixTile(128, 2, 2)
-_NARROW = MatrixTile(128, 1, 1)  # loads at constant places; for heads that leave the registers
-_SMALL = MatrixTile(64, 1, 2)
-_TILES = (_WIDE, _NARROW, _SMALL, MatrixTile(64, 2, 2), MatrixTile(64, 1, 1))
+_LIGHT = MatrixTile(64, 2, 2)  # for heads that leave room for more workgroups
+_FEW = MatrixTile(64, 1, 1)  # for fewer workgroups of 128 rows than a large GPU takes
+_DEEP = MatrixTile(64, 1, 2)  # for heads that fill memory or registers otherwise
+_TILES = (_WIDE, _DEEP, _LIGHT, _FEW, MatrixTile(128, 1, 1))
 
 
 class FlashMatrix(TiledRoute[MatrixTile]):
@@ -126,9 +127,11 @@ class FlashMatrix(TiledRoute[MatrixTile]):
         """By rule: few large tiles leave processors idle, many small ones load keys more often."""
         p = problem
         tiles = p.batch * p.num_heads * -(-p.q_len // 128)
-        few = p.rows <= 64 or (p.max_keys <= 1024 and tiles <= _FEW_TILES)
-        best = _SMALL if few else _NARROW if p.head_size < 128 else _WIDE
-        for tile in dict.fromkeys((best, _SMALL, *_TILES)):
+        if p.rows <= 64 or (p.max_keys <= 1024 and tiles <= _FEW_TILES):
+            best = _FEW if p.head_size <= 128 else _DEEP
+        else:
+            best = _LIGHT if p.head_size <= 64 else _WIDE
+        for tile in dict.fromkeys((best, *_TILES)):
             if tile.fits(p.head_size, caps):
                 yield tile
 
