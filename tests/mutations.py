@@ -374,7 +374,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     (
         "attention_flash_matrix",
         "} else if (top [> -> >=] reference + TAU) {",
-    ): "a score that exceeds its reference by exactly TAU may be taken as it is, or be gone over again",
+    ): "where a score exceeds its reference by exactly TAU, one more pass comes to the same",
     (
         "attention_flash_matrix",
         "let edge = start [< -> <=] low || start + {{ BN }}u > high;",
