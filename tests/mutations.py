@@ -373,7 +373,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): "any one lane may do it",
     (
         "attention_flash_matrix",
-        "} else if (top [> -> >=] reference + TAU) {",
+        "if (peak [> -> >=] reference + TAU) { scores[{{ FLAGS }}u].x = 1.0; }",
     ): "where a score exceeds its reference by exactly TAU, one more pass comes to the same",
     (
         "attention_flash_matrix",
