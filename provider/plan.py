@@ -31,7 +31,7 @@ from ort_webgpu.overlap import split_stages
 from ort_webgpu.placement import Placement, needs_expansion
 from ort_webgpu.profiling import PROVIDER, DeviceEvents
 from ort_webgpu.segments import SegmentFactory
-from ort_webgpu.steps import Choice, Chooser, CpuStep, Env, GpuNode, GpuStep, ShapeStep, Validated
+from ort_webgpu.steps import Choice, Chooser, CpuStep, Env, GpuNode, GpuStep, Seen, ShapeStep
 from ort_webgpu.trace import Observer, node_call
 from ort_webgpu.values import DTYPES, DeviceValue, Held, fetch, to_host
 
@@ -100,7 +100,7 @@ class Plan:
         if schedule is None:
             schedule = self._schedules[key] = self._schedule(names, ort_values)
         env: Env = {**self.constants, **feeds}
-        alike: dict[Any, Validated] = {}
+        seen = Seen()
         for entry in schedule:
             if isinstance(entry.step, CpuStep):
                 entry.step.run(env, entry.work, entry.as_objects, run_options)
@@ -110,7 +110,7 @@ class Plan:
                 if run_options is not None and run_options.terminate:
                     raise Fail(f"[ONNXRuntimeError] : 1 : FAIL : {_TERMINATED}")
                 more = not entry.read_next <= resident
-                entry.step.run(env, entry.work, run_options, resident, alike, more)
+                entry.step.run(env, entry.work, run_options, resident, seen, more)
                 if observer is not None:
                     for one in entry.work:
                         observer(node_call(one, env, self.chooser.caps))

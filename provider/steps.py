@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ort_webgpu.ops.spec import (
     Route,
     TensorSpec,
     Value,
+    item_size,
     pick,
 )
 from ort_webgpu.ops.tuned import Finding, milliseconds
@@ -28,7 +30,7 @@ from ort_webgpu.segments import Segment
 from ort_webgpu.values import DeviceValue, Held, Rows, to_host
 from ort_webgpu.wgsl.kernel import Program
 
-__all__ = ["Choice", "Chooser", "CpuStep", "Env", "GpuNode", "GpuStep", "ShapeStep"]
+__all__ = ["Choice", "Chooser", "CpuStep", "Env", "GpuNode", "GpuStep", "Seen", "ShapeStep"]
 
 Env = dict[str, Held]
 Launchable = tuple[Program, Mapping[str, DeviceBuffer]]
@@ -187,16 +189,18 @@ class ShapeStep:
 class GpuNode:
     """An offloaded node. `choice` is the one of its last run, for explain() only.
 
-    `caches` are the OpSpec's, for presents that the node has; `sole` the inputs that nothing else
-    reads; nodes of one `signature` differ in their values alone.
+    `on_host` and `on_device` are its inputs by where the contract reads them; `caches` the
+    OpSpec's, for presents that the node has; `sole` the inputs that nothing else reads; nodes of
+    one `signature` differ in their values alone.
     """
 
     node: Node
     spec: OpSpec
-    inputs: tuple[tuple[str, bool], ...] = ()
     on_host: tuple[int, ...] = ()
+    host_names: tuple[str, ...] = ()
+    on_device: tuple[int, ...] = ()
     outputs: frozenset[str] = frozenset()
-    caches: Mapping[int, int] = field(default_factory=dict)
+    caches: tuple[tuple[int, int], ...] = ()
     grows: bool = False
     sole: frozenset[int] = frozenset()
     signature: tuple = ()
@@ -206,15 +210,22 @@ class GpuNode:
     @classmethod
     def of(cls, node: Node, spec: OpSpec, sole: frozenset[int] = frozenset()) -> "GpuNode":
         """The node with what a run needs to know, looked up once."""
-        inputs = tuple((name, i in spec.host_inputs) for i, name in enumerate(node.inputs))
-        on_host = tuple(sorted(i for i in spec.host_inputs if i < len(inputs)))
-        outputs = frozenset(filter(None, node.outputs))
-        caches = {o: i for o, i in spec.caches.items() if node.has_output(o) and node.has_input(i)}
-        grows = spec.cache_kind(node) == "growing"
+        wired = [i for i, name in enumerate(node.inputs) if name]
+        on_host = tuple(i for i in wired if i in spec.host_inputs)
+        caches = ((o, i) for o, i in spec.caches.items() if node.has_output(o) and i in wired)
         attributes = repr(sorted(node.attributes.items(), key=lambda item: item[0]))
-        wired = tuple(map(bool, node.inputs)), tuple(map(bool, node.outputs))
-        signature = (id(spec), attributes, *wired)
-        return cls(node, spec, inputs, on_host, outputs, caches, grows, sole, signature)
+        return cls(
+            node,
+            spec,
+            on_host=on_host,
+            host_names=tuple(node.inputs[i] for i in on_host),
+            on_device=tuple(i for i in wired if i not in spec.host_inputs),
+            outputs=frozenset(filter(None, node.outputs)),
+            caches=tuple(caches),
+            grows=spec.cache_kind(node) == "growing",
+            sole=sole,
+            signature=(id(spec), attributes, tuple(wired), tuple(map(bool, node.outputs))),
+        )
 
 
 @dataclass
@@ -253,25 +264,22 @@ class GpuStep:
         nodes: Sequence[GpuNode],
         run_options: Any,
         resident: frozenset[str] = frozenset(),
-        alike: dict[Any, "Validated"] | None = None,
+        seen: "Seen | None" = None,
         more: bool = False,
     ) -> None:
         """Put the outputs of `nodes` into `env`; presents that are `resident` get room to grow.
 
-        `alike` are calls of this run so far: layers that differ in their data alone share one.
-        `more`: some of the outputs are read on the host next.
+        `seen` is what this run has found so far. `more`: some of the outputs are read on the host
+        next.
         """
         pending: list[Launchable] = []
-        alike = {} if alike is None else alike
+        seen = Seen() if seen is None else seen
         for one in nodes:
-            held = [env[name] if name else None for name, _ in one.inputs]
-            late = [h for i in one.on_host if (h := held[i]) is not None and h.on_device_only]
-            if late:
-                if pending:
-                    self.gpu.run(pending, more=True)
-                    pending = []
-                to_host(late)
-            valid, places = self._call(one, held, resident, alike)
+            held = [env[name] if name else None for name in one.node.inputs]
+            host = seen.hosts.get(one.host_names)
+            if host is None:
+                host = seen.hosts[one.host_names] = self._host_data(one, held, pending)
+            valid, places = self._call(one, held, host, resident, seen)
             choice = one.choice = self._choice(one, valid)
             if choice.program is None:
                 self.gpu.run(pending)
@@ -288,34 +296,44 @@ class GpuStep:
         if pending:
             self.gpu.run(pending, more)
 
+    def _host_data(
+        self, one: GpuNode, held: Sequence[Held | None], pending: list[Launchable]
+    ) -> tuple:
+        """What tells whether the host inputs of two nodes are equal; they are on the host then."""
+        inputs: list[Held] = [held[i] for i in one.on_host]  # type: ignore[misc]
+        if any(h.on_device_only for h in inputs):
+            if pending:
+                self.gpu.run(pending, more=True)
+                pending.clear()
+            to_host(inputs)
+        # A large one equals itself alone: it is not worth comparing
+        return tuple(
+            (h.spec.dtype, h.spec.shape, data.tobytes()) if data.nbytes <= _LARGE else h
+            for h, data in ((h, h.host()) for h in inputs)
+        )
+
     def _call(
         self,
         one: GpuNode,
         held: Sequence[Held | None],
+        host: tuple,
         resident: frozenset[str],
-        alike: dict[Any, "Validated"],
-    ) -> tuple["Validated", dict[int, DeviceValue]]:
+        seen: "Seen",
+    ) -> tuple["Validated", Mapping[int, DeviceValue]]:
         """The validated call, and the pasts by output index whose storage it continues."""
-        values = [
-            h.value(on_host) if h is not None else None
-            for h, (_, on_host) in zip(held, one.inputs, strict=True)
-        ]
         if not one.caches:
-            return _validated(one, values, frozenset(), alike), {}
-        given_away = self._add_rooms(one, held, values, resident)
-        valid = _validated(one, values, given_away, alike)
+            return _validated(one, held, host, {}, (), seen), _NOTHING
+        rooms, given_away = self._rooms(one, held, resident)
+        valid = _validated(one, held, host, rooms, given_away, seen)
+        if not valid.continued:
+            return valid, _NOTHING
         places: dict[int, DeviceValue] = {}
-        for index, output in valid.call.outputs.items():
-            if not output.in_place or output.alias is None:
-                continue
-            past = held[output.alias].on_device(self.gpu)  # type: ignore[union-attr]
-            if past.rows is None or past.rows.claim(past.shape[2], output.spec.shape[2]):
-                places[index] = past
-                continue
-            # Another thread has just continued the same value: compute beside it
-            for position in one.caches.values():
-                values[position] = Value(held[position].spec)  # type: ignore[union-attr]
-            return _validated(one, values, frozenset(), alike), {}
+        for index, alias, rows in valid.continued:
+            past = held[alias].on_device(self.gpu)  # type: ignore[union-attr]
+            if past.rows is not None and not past.rows.claim(past.shape[2], rows):
+                # Another thread has just continued the same value: compute beside it
+                return _validated(one, held, host, {}, (), seen), _NOTHING
+            places[index] = past
         return valid, places
 
     def _choice(self, one: GpuNode, valid: "Validated") -> Choice:
@@ -326,40 +344,33 @@ class GpuStep:
                 valid.choice = choice
         return choice
 
-    def _add_rooms(
-        self,
-        one: GpuNode,
-        held: Sequence[Held | None],
-        values: list[Value | None],
-        resident: frozenset[str],
-    ) -> frozenset[int]:
-        """Tell the call of the room around its pasts; the presents that may overwrite them."""
-        given_away = set()
-        for present, position in one.caches.items():
-            past = held[position]
-            if past is None or len(past.spec.shape) != 4:
+    def _rooms(
+        self, one: GpuNode, held: Sequence[Held | None], resident: frozenset[str]
+    ) -> tuple[dict[int, Room], tuple[int, ...]]:
+        """The room around its pasts, by input; the presents that may overwrite them."""
+        rooms, given_away = {}, []
+        for present, position in one.caches:
+            past: Held = held[position]  # type: ignore[assignment]
+            shape = past.spec.shape
+            if len(shape) != 4:
                 continue
             place = past.device
             rows = place.rows if place is not None else None
             alone = rows is None or (one.grows and not rows.shared)
             if alone and past.own and position in one.sole:
-                given_away.add(present)
+                given_away.append(present)
             stays = one.grows and one.node.outputs[present] in resident
             if not stays and (rows is None or not one.grows):
                 continue
-            limit = self._most_rows(past.spec) if stays else 0
+            limit = 0
+            if stays:  # what one binding can hold
+                row = shape[0] * shape[1] * shape[3] * item_size(past.spec.dtype)
+                limit = self.gpu.caps.storage_binding // max(1, row)
             if place is not None:
-                room = place.room(limit)
+                rooms[position] = place.room(limit)
             else:
-                room = Room(past.spec.shape[2], append=past.own, clean=True, limit=limit)
-            values[position] = Value(past.spec, None, room)
-        return frozenset(given_away)
-
-    def _most_rows(self, spec: TensorSpec) -> int:
-        """Rows of such a cache that one binding can hold."""
-        batch, heads, _, width = spec.shape
-        row = batch * heads * width * np.dtype(spec.dtype).itemsize
-        return self.gpu.caps.storage_binding // max(1, row)
+                rooms[position] = Room(shape[2], append=past.own, clean=True, limit=limit)
+        return rooms, tuple(given_away)
 
     def _operands(
         self,
@@ -370,23 +381,23 @@ class GpuStep:
         places: Mapping[int, DeviceValue],
     ) -> dict[str, DeviceBuffer]:
         gpu, call = self.gpu, valid.call
-        operands: dict[str, DeviceBuffer] = {}
+        if call.arrays and not valid.arrays:
+            valid.arrays = {operand: gpu.upload(array) for operand, array in call.arrays.items()}
+        operands = dict(valid.arrays)
         for operand, index in call.inputs.items():
             one = held[index]
             if one is not None:
                 strided = operand in call.strided
                 operands[operand] = one.on_device(gpu).buffer if strided else one.buffer(gpu)  # type: ignore[assignment]
-        if call.arrays and not valid.arrays:
-            valid.arrays = {operand: gpu.upload(array) for operand, array in call.arrays.items()}
-        operands |= valid.arrays
+        names = node.outputs
         for index, output in call.outputs.items():
             value = _made(gpu, output, places.get(index))
             operands[output.operand] = value.buffer  # type: ignore[assignment]
-            if 0 <= index < len(node.outputs) and node.outputs[index]:
-                env[node.outputs[index]] = Held.of_device(value)
+            if 0 <= index < len(names) and names[index]:
+                env[names[index]] = Held.of_device(value)
         for index, array in call.host_outputs.items():
-            if index < len(node.outputs) and node.outputs[index]:
-                env[node.outputs[index]] = Held.of_array(array)
+            if index < len(names) and names[index]:
+                env[names[index]] = Held.of_array(array)
         return operands
 
     def _measured(self, one: GpuNode, choice: Choice, launchable: Launchable, env: Env) -> None:
@@ -405,37 +416,62 @@ class GpuStep:
 
 @dataclass
 class Validated:
-    """A call that nodes of one run share: its route once chosen, its arrays once uploaded."""
+    """A call that nodes of one run share: its route once chosen, its arrays once uploaded.
+
+    `continued` are (output, input whose storage it continues, rows it then has).
+    """
 
     call: Call
     choice: Choice | None = None
     arrays: dict[str, DeviceBuffer] = field(default_factory=dict)
+    continued: tuple[tuple[int, int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.continued = tuple(
+            (index, output.alias, output.spec.shape[2])
+            for index, output in self.call.outputs.items()
+            if output.in_place and output.alias is not None
+        )
 
 
+@dataclass
+class Seen:
+    """What the nodes of one run share: layers differ in the data alone that stays on the device.
+
+    A name stands for one value during a run. `hosts` has what GpuStep._host_data found, by the
+    inputs' names, `calls` those of equal nodes on equal values.
+    """
+
+    hosts: dict[tuple[str, ...], tuple] = field(default_factory=dict)
+    calls: dict[tuple, Validated] = field(default_factory=dict)
+
+
+_NOTHING: Mapping[int, DeviceValue] = MappingProxyType({})
 _LARGE = 4096  # bytes of a host input that is not worth comparing
 
 
 def _validated(
     one: GpuNode,
-    values: Sequence[Value | None],
-    given_away: frozenset[int],
-    alike: dict[Any, Validated],
+    held: Sequence[Held | None],
+    host: tuple,
+    rooms: Mapping[int, Room],
+    given_away: tuple[int, ...],
+    seen: Seen,
 ) -> Validated:
-    """The call of `one` on `values`, that of an equal node on equal values where there was one."""
-    parts: list[Any] = [one.signature, given_away]
-    for value in values:
-        if value is None:
-            parts.append(None)
-            continue
-        spec, host = value.spec, value.host
-        if host is not None and host.nbytes > _LARGE:
-            return Validated(one.spec.call(one.node, values, given_away))
-        data = None if host is None else host.tobytes()
-        parts.append((spec.dtype, spec.shape, value.room, data))
+    """The call of `one`: that of an equal node on equal values where there was one."""
+    parts = [one.signature, host, given_away, *rooms.items()]
+    for i in one.on_device:
+        spec = held[i].spec  # type: ignore[union-attr]
+        parts += (spec.dtype, spec.shape)
     key = tuple(parts)
-    valid = alike.get(key)
+    valid = seen.calls.get(key)
     if valid is None:
-        valid = alike[key] = Validated(one.spec.call(one.node, values, given_away))
+        values = [
+            h and Value(h.spec, h.host() if i in one.on_host else None, rooms.get(i))
+            for i, h in enumerate(held)
+        ]
+        call = one.spec.call(one.node, values, frozenset(given_away))
+        valid = seen.calls[key] = Validated(call)
     return valid
 
 

@@ -7,8 +7,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,7 @@ __all__ = [
     "Route",
     "TensorSpec",
     "Value",
+    "item_size",
     "pick",
 ]
 
@@ -74,14 +76,19 @@ class TensorSpec:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the dense tensor."""
-        return self.size * np.dtype(self.dtype).itemsize
+        return self.size * item_size(self.dtype)
 
 
-@dataclass(frozen=True)
-class Room:
+@cache
+def item_size(dtype: str) -> int:
+    """Bytes of an element."""
+    return np.dtype(dtype).itemsize
+
+
+class Room(NamedTuple):
     """The memory a cache (batch, heads, rows, width) lies in, and what its owner allows.
 
     `capacity` rows lie between two heads. `append`: nothing but the value's own rows is in use, so
