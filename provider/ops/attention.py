@@ -158,7 +158,7 @@ class Flash(TiledRoute[FlashTile]):
         tiles = -(-p.rows // (tile.rl * tile.rpt))
         launch = make_launch(
             "attention_flash",
-            constants(p, RL=tile.rl, CL=tile.cl, RPT=tile.rpt, KPT=tile.kpt),
+            constants(p, RL=tile.rl, CL=tile.cl, RPT=tile.rpt, KPT=tile.kpt, **_unrolled(p, caps)),
             input_bindings(p) + output_bindings(p),
             tile.rl * tile.cl,
             p.batch * p.kv_heads * tiles,
@@ -166,6 +166,16 @@ class Flash(TiledRoute[FlashTile]):
             frozenset({"subgroups"}) if self.subgroups else frozenset(),
         )
         return Parts((launch,))
+
+
+def _unrolled(p: AttentionProblem, caps: Caps) -> dict[str, Constant]:
+    """How often attention_flash unrolls its loops. naga counts iterations against endless loops, so
+    more is to be won there; on a CPU more text is more time."""
+    most = 1 if caps.software else 8
+    return {
+        "DU": next(n for n in (8, 4, 2, 1) if n <= most and p.h4 % n == 0),
+        "CU": 4 if most > 1 and caps.dialect == "naga" else 1,
+    }
 
 
 _LEAST_SHARE = 32  # keys, below which no share is worth trying
