@@ -20,7 +20,6 @@ from ort_webgpu.ops.spec import (
     Room,
     Route,
     TensorSpec,
-    Value,
     item_size,
     pick,
 )
@@ -459,7 +458,7 @@ def _validated(
     seen: Seen,
 ) -> Validated:
     """The call of `one`: that of an equal node on equal values where there was one."""
-    parts = [one.signature, host, given_away, *rooms.items()]
+    parts: list[object] = [one.signature, host, given_away, *rooms.items()]
     for i in one.on_device:
         spec = held[i].spec  # type: ignore[union-attr]
         parts += (spec.dtype, spec.shape)
@@ -467,7 +466,7 @@ def _validated(
     valid = seen.calls.get(key)
     if valid is None:
         values = [
-            h and Value(h.spec, h.host() if i in one.on_host else None, rooms.get(i))
+            None if h is None else h.value(i in one.on_host, rooms.get(i))
             for i, h in enumerate(held)
         ]
         call = one.spec.call(one.node, values, frozenset(given_away))

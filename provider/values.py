@@ -198,7 +198,6 @@ class Held:
         "_python",
         "_source",
         "_spec",
-        "_value",
         "own",
     )
 
@@ -211,7 +210,6 @@ class Held:
         self._device: DeviceValue | None = None
         self._python: tuple[Any] | None = None
         self._spec: TensorSpec | None = None
-        self._value: Value | None = None
         self._source: tuple | None = None
 
     @classmethod
@@ -336,12 +334,9 @@ class Held:
             self._dense = self.on_device(gpu).dense()
         return self._dense
 
-    def value(self, with_data: bool) -> Value:
+    def value(self, with_data: bool, room: Room | None = None) -> Value:
         """What an operator's contract sees of it; the data too where it reads it on the host."""
-        value = self._value
-        if value is None or (with_data and value.host is None):
-            value = self._value = Value(self.spec, self.host() if with_data else None)
-        return value
+        return Value(self.spec, self.host() if with_data else None, room)
 
     def _upload(self, gpu: Gpu) -> DeviceBuffer:
         if self._source is None:
