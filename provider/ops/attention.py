@@ -158,7 +158,9 @@ class Flash(TiledRoute[FlashTile]):
         tiles = -(-p.rows // (tile.rl * tile.rpt))
         launch = make_launch(
             "attention_flash",
-            constants(p, RL=tile.rl, CL=tile.cl, RPT=tile.rpt, KPT=tile.kpt, **_unrolled(p, caps)),
+            constants(
+                p, RL=tile.rl, CL=tile.cl, RPT=tile.rpt, KPT=tile.kpt, **_unrolled(p, tile, caps)
+            ),
             input_bindings(p) + output_bindings(p),
             tile.rl * tile.cl,
             p.batch * p.kv_heads * tiles,
@@ -168,14 +170,13 @@ class Flash(TiledRoute[FlashTile]):
         return Parts((launch,))
 
 
-def _unrolled(p: AttentionProblem, caps: Caps) -> dict[str, Constant]:
+def _unrolled(p: AttentionProblem, tile: FlashTile, caps: Caps) -> dict[str, Constant]:
     """How often attention_flash unrolls its loops. naga counts iterations against endless loops, so
     more is to be won there; on a CPU more text is more time."""
-    most = 1 if caps.software else 8
-    return {
-        "DU": next(n for n in (8, 4, 2, 1) if n <= most and p.h4 % n == 0),
-        "CU": 4 if most > 1 and caps.dialect == "naga" else 1,
-    }
+    if caps.software:
+        return {"DU": 1, "CU": 1}
+    steps = next(n for n in (32, 16, 8, 4, 2, 1) if p.h4 % n == 0)
+    return {"DU": steps, "CU": tile.cl if caps.dialect == "naga" else 1}
 
 
 _LEAST_SHARE = 32  # keys, below which no share is worth trying
