@@ -166,11 +166,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "for (var start = 0u; start [< -> <=] u.depth; start += {{ BK }}u) {",
     ): "one more step, of zeros",
     (
-        "gemm",
-        "if (token [< -> <=] u.tokens && d < u.depth) { value = x_four(token * u.depth + d,"
-        " u.depth - d); }",
-    ): _NO_TOKEN,
-    (
         "packed_place",
         "if (g [< -> <=] {{ 2 * N * H4 }}u) {",
     ): "the first group of V either way; only its count differs, and" + _PADDING_OF_V,

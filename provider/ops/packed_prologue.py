@@ -141,6 +141,7 @@ class Projection:
         """The launch and what it writes."""
         tile = self.tile(caps)
         own = {"RL": tile.rl, "CL": tile.cl, "TM": tile.tm, "TN": tile.tn, "BK": tile.bk}
+        own["KU"] = 1 if caps.software else tile.bk // 4
         columns = -(-self.rows.groups // (tile.cl * tile.tn))
         return self._parts("gemm", own, columns, tile.rl * tile.tm, tile.rl * tile.cl)
 
