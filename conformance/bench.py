@@ -49,7 +49,7 @@ _MAIN_WORKS = (
     "decode-1024-small-f32",
     "decode-2048-f32",
 )
-"""Works whose whole step is timed, and that peers are given, in a quick run."""
+"""Works whose whole step is timed, and that slow peers are given, in a quick run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--adapter", default="auto", help="as for WebGPUSession: auto, hardware, a name, an index")
     add("--backend", default="auto", choices=("auto", "wgpu", "dawn"))
-    add("--quick", action="store_true", help="fewer works; peers only on the main ones")
+    add("--quick", action="store_true", help="fewer works; steps, slow peers on the main ones")
     add("--works", action="append", metavar="PATTERN", help="only works whose name fits, * allowed")
     add("--routes", default="chosen", help="chosen (default), all, or names with commas between")
     add("--seed", type=int, default=0, help="of the random data")
@@ -103,13 +103,9 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     if gpu is None:
         raise ValueError("there is no adapter to measure; `ort-webgpu devices` lists them")
     works = _works(gpu, options)
-    main_works = [
-        w
-        for w in works
-        if isinstance(w, GqaWork)
-        and comparable(w)
-        and (not options.quick or options.works or w.name in _MAIN_WORKS)
-    ]
+    compared = [w for w in works if isinstance(w, GqaWork) and comparable(w)]
+    few = options.quick and not options.works
+    main_works = [w for w in compared if w.name in _MAIN_WORKS] if few else compared
     peers, missing = (
         ([], ["peers: not asked"])
         if options.no_peers
@@ -119,7 +115,8 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     record = _header(gpu, options, arguments)
     began = time.monotonic()
     record["notes"] += missing
-    total = 1 + len(works) + len(steps) + len(peers) * len(main_works)
+    asked = [(peer, compared if peer.widely else main_works) for peer in peers]
+    total = 1 + len(works) + len(steps) + sum(len(wanted) for _, wanted in asked)
     with Ticker(total) as ticker:
         ticker.start("ceilings")
         record["ceilings"] = ceilings(gpu)
@@ -131,9 +128,9 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
                 record["steps"].append(asdict(figure))
             else:
                 record["refused"].append(figure)
-        for peer in peers:
+        for peer, wanted in asked:
             ticker.start(f"{peer.key}")
-            figures = run_peer(peer, main_works, gpu.info.software, ticker.start)
+            figures = run_peer(peer, wanted, gpu.info.software, ticker.start)
             record["peers"] += [asdict(figure) for figure in figures]
     if hasattr(os, "getloadavg"):
         record["host"]["load"] = round(os.getloadavg()[0], 1)

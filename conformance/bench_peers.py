@@ -23,13 +23,15 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Peer:
-    """A program that answers, see bench_peer_ort.py; `most_flops`: of a work given to it."""
+    """A program that answers, see bench_peer_ort.py; `most_flops`: of a work given to it; `widely`:
+    it is asked for every comparable work in a quick run too."""
 
     key: str
     script: str
     python: str
     request: dict[str, str] = field(default_factory=dict)
     most_flops: float = float("inf")
+    widely: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,10 @@ def peers_here(software: bool, webgpu_python: str | None) -> tuple[list[Peer], l
     here = sys.executable
     peers = [Peer("ort-cpu", "bench_peer_ort.py", here, {"ep": "cpu"}, 2e11)]
     missing = []
-    if webgpu_python:
-        peers.append(Peer("ort-webgpu-ep", "bench_peer_ort.py", webgpu_python, {"ep": "webgpu"}))
-    elif find_spec("onnxruntime_ep_webgpu") is not None and not software:
-        peers.append(Peer("ort-webgpu-ep", "bench_peer_ort.py", here, {"ep": "webgpu"}))
+    plugin = find_spec("onnxruntime_ep_webgpu") is not None and not software
+    if webgpu_python or plugin:
+        python, request = webgpu_python or here, {"ep": "webgpu"}
+        peers.append(Peer("ort-webgpu-ep", "bench_peer_ort.py", python, request, widely=True))
     else:
         missing.append(
             "ORT's WebGPU EP: not measured; install onnxruntime-ep-webgpu (GPUs), or name an"
