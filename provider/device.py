@@ -12,7 +12,7 @@ import importlib
 import itertools
 import os
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -98,13 +98,38 @@ class _Pipeline:
     size: int
 
 
-@dataclass
 class _Pool:
-    """Serial numbers of idle memory by capacity, as heaps: the oldest is taken first, so that equal
+    """Idle memory, by serial number. Of a capacity the lowest number is taken first, so that equal
     runs get equal memory, and with it the bind groups of the run before."""
 
-    free: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    idle_bytes: int = 0
+    def __init__(self) -> None:
+        self._free: dict[int, list[int]] = defaultdict(list)  # heaps, by capacity
+        self._idle: dict[int, int] = {}  # capacities, in the order of return
+        self.nbytes = 0
+
+    def take(self, capacity: int) -> int | None:
+        """Memory of this capacity, if there is some."""
+        free = self._free.get(capacity)
+        if not free:
+            return None
+        serial = heapq.heappop(free)
+        self.nbytes -= self._idle.pop(serial)
+        return serial
+
+    def give(self, serial: int, capacity: int) -> list[tuple[int, int]]:
+        """Keep the memory; what has to go for it, longest idle first, with its capacity."""
+        heapq.heappush(self._free[capacity], serial)
+        self._idle[serial] = capacity
+        self.nbytes += capacity
+        gone = []
+        while self.nbytes > _POOL_LIMIT:
+            oldest = next(iter(self._idle))
+            size = self._idle.pop(oldest)
+            self._free[size].remove(oldest)
+            heapq.heapify(self._free[size])
+            self.nbytes -= size
+            gone.append((oldest, size))
+        return gone
 
 
 @dataclass
@@ -127,11 +152,12 @@ class Gpu:
         self._lock = threading.RLock()
         self._pool_lock = threading.Lock()
         self._memory: dict[int, Any] = {}
-        self._returned: list[tuple[int, int]] = []
+        self._returned: deque[tuple[int, int]] = deque()
         self._pool = _Pool()
         self._serials = itertools.count(1)
         self._pipelines: dict[Kernel, _Pipeline] = {}
         self._bind_groups: dict[tuple, Any] = {}
+        self._bound: dict[int, list[tuple]] = defaultdict(list)  # keys of bind groups, by memory
         self._programs: dict[int, tuple[Program, list[tuple]]] = {}
         self._waiting: list[tuple] = []  # launches for the next submit
         self._staging: Any = None
@@ -162,10 +188,8 @@ class Gpu:
         with self._pool_lock:
             if self._returned:
                 self._collect()
-            free = self._pool.free.get(capacity)
-            if free:
-                self._pool.idle_bytes -= capacity
-                serial = heapq.heappop(free)
+            serial = self._pool.take(capacity)
+            if serial is not None:
                 return DeviceBuffer(self, serial, self._memory[serial], nbytes, capacity)
         with self._lock:
             raw = self._raw_buffer(capacity, "STORAGE | COPY_SRC | COPY_DST")
@@ -393,19 +417,11 @@ class Gpu:
 
     def _collect(self) -> None:
         while self._returned:
-            serial, capacity = self._returned.pop()
-            if self._pool.idle_bytes + capacity <= _POOL_LIMIT:
-                heapq.heappush(self._pool.free[capacity], serial)
-                self._pool.idle_bytes += capacity
-            else:
-                self._forget(serial)
+            for serial, capacity in self._pool.give(*self._returned.popleft()):
+                for key in self._bound.pop(serial, ()):
+                    self._bind_groups.pop(key, None)
                 del self._memory[serial]
                 self.counters.allocated_bytes -= capacity
-
-    def _forget(self, serial: int) -> None:
-        for key in list(self._bind_groups):
-            if any(part >> _SIZE_BITS == serial for part in key[1:]):
-                self._bind_groups.pop(key, None)
 
     def _staging_buffer(self, size: int) -> Any:
         if self._staging is None or self._staging.size < size:
@@ -461,7 +477,7 @@ class Gpu:
             ring.places, ring.end = {}, 0
             if total > ring.raw.size:
                 ring.raw = self._raw_buffer(_capacity(2 * total), "UNIFORM | COPY_DST")
-                self._bind_groups.clear()
+                self._clear_bind_groups()
         arena = np.zeros(total // 4, np.uint32)
         offset = 0
         for block in new.values():
@@ -485,10 +501,16 @@ class Gpu:
         ]
         group = self._device.create_bind_group(layout=pipeline.layout, entries=entries)
         if len(self._bind_groups) >= 4096:
-            self._bind_groups.clear()
+            self._clear_bind_groups()
         self._bind_groups[key] = group
+        for buffer in buffers:
+            self._bound[buffer.serial].append(key)
         self.counters.bind_groups += 1
         return group
+
+    def _clear_bind_groups(self) -> None:
+        self._bind_groups.clear()
+        self._bound.clear()
 
     def _pipeline(self, kernel: Kernel) -> _Pipeline:
         found = self._pipelines.get(kernel)

@@ -8,7 +8,14 @@ import pytest
 from onnx import TensorProto, helper
 from session_helpers import MODEL, feeds, options
 
-from ort_webgpu import DeviceError, DeviceLostError, DeviceValue, InvalidInputError, WebGPUSession
+from ort_webgpu import (
+    DeviceError,
+    DeviceLostError,
+    DeviceValue,
+    InvalidInputError,
+    WebGPUSession,
+    device,
+)
 from ort_webgpu.ops.spec import TensorSpec
 
 PASTS = [f"past_key_values.{layer}.{part}" for layer in range(4) for part in ("key", "value")]
@@ -92,6 +99,24 @@ def test_memory_of_garbage_cycles_is_used_again(session):
         again = gpu.upload(np.full(54321, turn, np.uint8))
         assert again.serial == serial != kept.serial
         assert (DeviceValue(gpu, again, TensorSpec("uint8", (54321,))).numpy() == turn).all()
+
+
+def test_idle_memory_of_other_sizes_makes_room(adapter, monkeypatch):
+    """Once the pool was full, memory of sizes that had come late was made anew for each run."""
+    monkeypatch.setattr(device, "_POOL_LIMIT", 1 << 20)
+    gpu = device.open_gpu(adapter)
+    early = [gpu.allocate(1 << 18) for _ in range(4)]
+    before = gpu.counters.allocated_bytes
+    del early
+    serials = set()
+    for _ in range(3):
+        late = [gpu.allocate(3 << 17) for _ in range(2)]
+        serials.add(tuple(one.serial for one in late))
+        del late
+    gpu.allocate(16)
+    assert len(serials) == 1
+    # the early ones had to go for it
+    assert gpu.counters.allocated_bytes < before + (3 << 18)
 
 
 def test_two_continuations_of_one_value_do_not_meet(session, reference):
