@@ -37,7 +37,7 @@ from typing import Any
 import jinja2
 from running import accepting, call_of, run_route
 from test_flash_matrix import CONFIGS as PROMPTS
-from test_flash_matrix import growing, tuned_to
+from test_flash_matrix import growing, stale, tuned_to
 from test_hardware_geometry import hardware_cases
 
 from ort_webgpu.conformance.case import Case, Expected
@@ -161,6 +161,18 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "cache_copy",
         "if (row >= new_row && row < new_row + u32(seq[b * 12u + 11u])) { [return; -> ;] }",
     ): _PREPARE,
+    (
+        "gemm",
+        "let token = min(first_token + (lane + {{ n * W }}u) / {{ BK4 }}u, u.tokens [- -> +] 1u);",
+    ): _NO_TOKEN,
+    (
+        "gemm",
+        "let token = min(first_token + (lane + {{ n * W }}u) / {{ BK4 }}u, u.tokens - [1 -> 0]u);",
+    ): _NO_TOKEN,
+    (
+        "gemm",
+        "if (first_group + cl + {{ n * CL }}u [< -> <=] {{ GROUPS }}u) {",
+    ): _BEHIND_ARRAY,
     (
         "gemm",
         "for (var start = 0u; start [< -> <=] u.depth; start += {{ BK }}u) {",
@@ -327,6 +339,10 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): _HIDDEN,
     (
         "attention_flash",
+        "let seen{{ k }} = j{{ k }} >= see{{ i }}.x && j{{ k }} [< -> <=] see{{ i }}.y;",
+    ): _HIDDEN,
+    (
+        "attention_flash",
         "if (i32(first / {{ GROUP }}u) >= seq_at(b, 1u)) { [return; -> ;] }",
     ): _CHECKED,
     (
@@ -370,6 +386,11 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "attention_flash_matrix",
         "if (peak [> -> >=] reference + TAU) { scores[{{ FLAGS }}u].x = 1.0; }",
     ): "where a score exceeds its reference by exactly TAU, one more pass comes to the same",
+    (
+        "attention_flash_matrix",
+        "let share = (whole.y - from_key + {{ BN }}u * u.splits - 1u) / ({{ BN }}u [* -> +]"
+        " u.splits) * {{ BN }}u;",
+    ): _COVERED,
     (
         "attention_flash_matrix",
         "let edge = start [< -> <=] low || start + {{ BN }}u > high;",
@@ -659,7 +680,7 @@ def _pairs_by_setting(caps: Caps) -> list[Pair]:
     """Prompts on attention_flash_matrix in each of its geometries, of which its rule picks one."""
     cases = [config.case(11) for config in PROMPTS]
     found = []
-    for case in [*cases, growing(cases[0])]:
+    for case in [*cases, growing(cases[0]), stale()]:
         core = call_of(case).problem.core
         for setting in FlashMatrix(False).settings(core, caps):
             pairs = _pairs(case, tuned_to(core, caps, setting))
