@@ -37,7 +37,7 @@ CONFIGS = [
     prompt(length=130, group=2, kv_heads=2, head_size=96, window=40),
     prompt(length=150, group=3, batch=2, ragged=True),
     prompt(length=150, group=8, softcap=2.0, bias="BN"),
-    prompt(length=100, group=1, kv_heads=2, head_size=64, sink="sink"),
+    prompt(length=100, group=1, kv_heads=2, head_size=64, sink="sink", softcap=3.0),
     prompt(length=148, group=4, bias="BN", window=37),  # wide loads of the bias
     prompt(length=64, group=2, bias="11", causal=0),
     prompt(length=170, group=4, head_size=64, phase="chunk"),  # shares of the keys, merged
