@@ -157,7 +157,7 @@ class Gpu:
         self._serials = itertools.count(1)
         self._pipelines: dict[Kernel, _Pipeline] = {}
         self._bind_groups: dict[tuple, Any] = {}
-        self._bound: dict[int, list[tuple]] = defaultdict(list)  # keys of bind groups, by memory
+        self._bound: dict[int, set[tuple]] = defaultdict(set)  # keys of bind groups, by memory
         self._programs: dict[int, tuple[Program, list[tuple]]] = {}
         self._waiting: list[tuple] = []  # launches for the next submit
         self._staging: Any = None
@@ -418,10 +418,17 @@ class Gpu:
     def _collect(self) -> None:
         while self._returned:
             for serial, capacity in self._pool.give(*self._returned.popleft()):
-                for key in self._bound.pop(serial, ()):
-                    self._bind_groups.pop(key, None)
+                self._forget(serial)
                 del self._memory[serial]
                 self.counters.allocated_bytes -= capacity
+
+    def _forget(self, serial: int) -> None:
+        """Drop the bind groups of memory that goes; what stays must not collect their keys."""
+        for key in self._bound.pop(serial, ()):
+            self._bind_groups.pop(key, None)
+            for part in key[1:]:
+                if others := self._bound.get(part >> _SIZE_BITS):
+                    others.discard(key)
 
     def _staging_buffer(self, size: int) -> Any:
         if self._staging is None or self._staging.size < size:
@@ -504,7 +511,7 @@ class Gpu:
             self._clear_bind_groups()
         self._bind_groups[key] = group
         for buffer in buffers:
-            self._bound[buffer.serial].append(key)
+            self._bound[buffer.serial].add(key)
         self.counters.bind_groups += 1
         return group
 
