@@ -22,6 +22,7 @@ from ort_webgpu.ops.spec import (
     Route,
     TensorSpec,
     Value,
+    item_size,
 )
 from ort_webgpu.wgsl.kernel import Binding, Kernel, Launch, Program
 
@@ -48,7 +49,7 @@ class Rows(Route):
         return Accepted()
 
     def program(self, problem: RowsProblem, caps: Caps) -> Program:
-        size = problem.width * np.dtype(problem.dtype).itemsize
+        size = problem.width * item_size(problem.dtype)
         if problem.rows * size == 0:
             return Program(())
         halves = size % 4 != 0
