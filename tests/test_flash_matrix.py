@@ -143,7 +143,7 @@ def test_tile_by_rule(given, tile):
     ("given", "caps", "words"),
     [
         ({}, {"matrix_tiles": ()}, "subgroup matrices"),
-        ({}, {"f16": False}, "subgroup matrices"),
+        ({}, {"f16": False}, "shader-f16"),
         ({}, {"subgroup_min": 16}, "subgroups of 32"),
         ({"half_queries": False}, {}, "float16 queries"),
         ({"kv_dtype": "int8"}, {}, "int8"),

@@ -345,7 +345,7 @@ def cache_bytes_read(case: Case, route) -> int:
     for launch in program.launches:
         names = dict(launch.operands)
         for binding in launch.kernel.bindings:
-            if binding.access == "read" and names[binding.name] in call.problem.keys:
+            if binding.name in ("k", "v") and names[binding.name] in call.problem.keys:
                 read += sizes[names[binding.name]]
     return read
 

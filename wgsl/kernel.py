@@ -6,6 +6,7 @@ from typing import Literal
 __all__ = [
     "STORAGE",
     "WIDE",
+    "Access",
     "Binding",
     "Constant",
     "Kernel",

@@ -19,6 +19,7 @@ from ort_webgpu.ops.attention_core import (
     input_bindings,
     make_launch,
     merged,
+    missing_matrices,
     output_bindings,
     sequences,
     shuffle_width,
@@ -28,7 +29,7 @@ from ort_webgpu.ops.attention_core import (
 from ort_webgpu.ops.attention_flash_matrix import FlashMatrix
 from ort_webgpu.ops.attention_matrix import Materialized
 from ort_webgpu.ops.spec import Accepted, Caps, Rejected
-from ort_webgpu.wgsl.kernel import Binding, Constant
+from ort_webgpu.wgsl.kernel import WIDE, Binding, Constant
 
 __all__ = [
     "CORE_ROUTES",
@@ -187,7 +188,7 @@ class SplitK(CoreRoute):
 
     name = "splitk_nosg"
     template = "attention_splitk"
-    wide = False
+    ahead = False
     features: frozenset[str] = frozenset()
 
     def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
@@ -210,10 +211,14 @@ class SplitK(CoreRoute):
         return self.splits(p, caps) == 1
 
     def _bindings(self, p: AttentionProblem, direct: bool) -> list[Binding]:
-        bindings = input_bindings(p, self.wide) + (output_bindings(p) if direct else [*PARTIAL])
+        bindings = input_bindings(p, self._kv_element(p), self.ahead)
+        bindings += output_bindings(p) if direct else PARTIAL
         if p.qk:
             bindings.append(Binding("qk_out", "f32", "read_write"))
         return bindings
+
+    def _kv_element(self, p: AttentionProblem) -> str:
+        return ""
 
     def _geometry_rejection(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
         memory = 16 * self.rows(p, caps) * p.h4 + 4 * 64 * (self.rows(p, caps) + 5)
@@ -239,8 +244,12 @@ class SplitK(CoreRoute):
         if tuned:
             return max(1, min(tuned[0], keys, MOST_SPLITS))
         groups = p.batch * p.kv_heads * -(-p.rows // self.rows(p, caps))
-        target, least = (8, 64) if caps.software else (256, 128)
-        return max(1, min(-(-target // groups), keys // least, MOST_SPLITS))
+        least = 64 if caps.software else 128
+        return max(1, min(self._filling(groups, caps), keys // least, MOST_SPLITS))
+
+    def _filling(self, groups: int, caps: Caps) -> int:
+        """Shares that fill the device, when each is the work of `groups` workgroups."""
+        return -(-(8 if caps.software else 256) // groups)
 
     def settings(self, problem: AttentionProblem, caps: Caps) -> tuple[tuple[int, ...], ...]:
         now = self.splits(problem, caps)
@@ -274,8 +283,11 @@ class SplitKSubgroups(SplitK):
 
     name = "splitk"
     template = "attention_splitk_sg"
-    wide = True
+    ahead = True
     features = frozenset({"subgroups", "subgroup_branches"})
+
+    def _kv_element(self, p: AttentionProblem) -> str:
+        return WIDE[p.kv_dtype]
 
     def _geometry_rejection(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
         if shuffle_width(caps) < 2:
@@ -336,11 +348,79 @@ class SplitKSubgroups(SplitK):
         return 8 if long or p.kv_dtype in ("int8", "int4") else 4
 
 
+class SplitKMatrix(SplitK):
+    """Split-K over a quantized cache, its products on matrices of int8.
+
+    `native` takes subgroup matrices; otherwise they are emulated, for tests.
+    """
+
+    template = "attention_splitk_matrix"
+    ahead = True
+    lanes = 256
+
+    def __init__(self, native: bool):
+        self.native = native
+        self.forced_only = not native
+        self.name = "splitk_matrix" if native else "splitk_matrix_emulated"
+        self.features = frozenset({"subgroups", "subgroup_matrix"} if native else ())
+
+    def _geometry_rejection(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
+        if self.native and (missing := missing_matrices(caps, 32, "i8", "i32")):
+            return missing
+        if p.kv_dtype not in ("int8", "int4"):
+            return Rejected(f"takes a cache of int8 or int4, not {p.kv_dtype}")
+        if p.head_size % 32 or p.v_head_size != p.head_size:
+            return Rejected(
+                f"head sizes {p.head_size} and {p.v_head_size}; it takes equal multiples of 32"
+            )
+        if p.beam_width:
+            return Rejected("takes no beams")
+        if self.native and p.rows < 3:
+            return Rejected(f"{p.rows} query rows for each KV head; it is for at least 3")
+        if self._keys(p, caps) is None or self.lanes > caps.workgroup_invocations:
+            return Rejected(
+                f"head size {p.head_size} needs more than {caps.workgroup_memory} bytes of"
+                f" workgroup memory, or {self.lanes} lanes more than {caps.workgroup_invocations}"
+            )
+        return None
+
+    def _keys(self, p: AttentionProblem, caps: Caps) -> int | None:
+        """Keys of a step: as many as workgroup memory has room for. On an H200 a step takes as long
+        with fewer, so that a head size for which 128 do not fit is left to others."""
+        size = p.head_size
+        for keys in (128,) if self.native else (128, 64, 32):
+            operands = keys * (size + 16) + size * (keys + 16) + 16 * (max(keys, size) + 16)
+            results = 64 * (max(keys, size) + 4)
+            emulation = 0 if self.native else 16 * (size + 16) + 4 * self.lanes
+            if operands + results + emulation <= caps.workgroup_memory:
+                return keys
+        return None
+
+    def _kv_element(self, p: AttentionProblem) -> str:
+        return "vec4<u32>" if p.kv_dtype == "int8" else "vec2<u32>"
+
+    def rows(self, p: AttentionProblem, caps: Caps) -> int:
+        return 4
+
+    def _filling(self, groups: int, caps: Caps) -> int:
+        """One workgroup to a processor, which has no memory for two: one more would double the time
+        (132 processors of an H200)."""
+        return (8 if caps.software else 132) // groups
+
+    def geometry(self, p: AttentionProblem, caps: Caps) -> tuple[int, dict[str, Constant]]:
+        keys = self._keys(p, caps)
+        assert keys is not None
+        own = {"D": p.head_size, "T": keys, "TILE": 16, "SG": 32, "operand": "i8"}
+        return self.lanes, {**own, "native": self.native}
+
+
 #: In order of preference; the last takes everything. The materialized form comes behind flash: on
 #: an H200 it took twice flash's time or more (prefill of 2048, head sizes 128 and 256).
 CORE_ROUTES: tuple[CoreRoute, ...] = (
     FlashMatrix(True),
     FlashMatrix(False),
+    SplitKMatrix(True),
+    SplitKMatrix(False),
     SplitKSubgroups(),
     SplitK(),
     Flash(True),

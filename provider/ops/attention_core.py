@@ -27,7 +27,7 @@ from ort_webgpu.ops.spec import Accepted, Caps, Rejected, Route
 from ort_webgpu.ops.tuned import CallClass, Finding
 from ort_webgpu.wgsl.kernel import (
     STORAGE,
-    WIDE,
+    Access,
     Binding,
     Constant,
     Kernel,
@@ -49,6 +49,7 @@ __all__ = [
     "input_bindings",
     "make_launch",
     "merged",
+    "missing_matrices",
     "output_bindings",
     "sequences",
     "shuffle_width",
@@ -118,6 +119,7 @@ class AttentionProblem:
     packed_rows: bool = False
     scale: float = 1.0  # of scores; for routes that take queries without it
     half_queries: bool = False  # the prologue can hand out such queries, as float16
+    appended: bool = False  # k and v are buffers apart from each other that the prologue writes to
 
     @property
     def group(self) -> int:
@@ -352,13 +354,19 @@ def uniforms(p: AttentionProblem, **extra: int | float) -> tuple[tuple[str, int 
     return tuple({**own, **extra}.items())
 
 
-def input_bindings(p: AttentionProblem, wide: bool = False) -> list[Binding]:
-    """What a kernel reads before the softmax; `wide`: k and v in units of eight elements."""
-    element = (WIDE if wide else STORAGE)[p.kv_dtype]
+def input_bindings(p: AttentionProblem, kv_element: str = "", ahead: bool = False) -> list[Binding]:
+    """What a kernel reads before the softmax; `kv_element`: of k and v, if not that of STORAGE.
+
+    `ahead`: k and v are loaded a step before their use. They are bound as writable where that is
+    allowed (no other binding may share their memory), though nothing writes: from a read-only
+    buffer NVIDIA's compiler loads at the use all the same (see conformance/RESULTS.md).
+    """
+    element = kv_element or STORAGE[p.kv_dtype]
+    access: Access = "read_write" if ahead and p.appended else "read"
     bindings = [
         Binding("q", "vec4<f32>"),
-        Binding("k", element),
-        Binding("v", element),
+        Binding("k", element, access),
+        Binding("v", element, access),
         Binding("seq", "i32"),
     ]
     if p.bias_dtype:
@@ -426,6 +434,20 @@ def too_many_buffers(bindings: list[Binding], caps: Caps) -> Rejected | None:
     if len(bindings) > caps.storage_buffers:
         return Rejected(
             f"needs {len(bindings)} storage buffers, the adapter allows {caps.storage_buffers}"
+        )
+    return None
+
+
+def missing_matrices(caps: Caps, depth: int, operand: str, result: str) -> Rejected | None:
+    """The rejection, where the device has no subgroup matrices of 16 x 16 x depth."""
+    if (16, 16, depth, operand, result) not in caps.matrix_tiles:
+        return Rejected(
+            f"needs subgroup matrices of 16x16x{depth} {operand} with {result} results; the adapter"
+            f" has {list(caps.matrix_tiles) or 'none'}"
+        )
+    if caps.subgroup_min != 32 or caps.subgroup_max != 32:
+        return Rejected(
+            f"needs subgroups of 32, the adapter has {caps.subgroup_min} to {caps.subgroup_max}"
         )
     return None
 

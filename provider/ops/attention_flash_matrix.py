@@ -13,6 +13,7 @@ from ort_webgpu.ops.attention_core import (
     input_bindings,
     make_launch,
     merged,
+    missing_matrices,
     output_bindings,
     shuffle_width,
     too_many_buffers,
@@ -88,8 +89,10 @@ class FlashMatrix(TiledRoute[MatrixTile]):
 
     def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
         p = problem
-        if self.native and (missing := self._missing(caps)):
+        if self.native and (missing := missing_matrices(caps, 16, "f16", "f32")):
             return missing
+        if self.native and not caps.f16:
+            return Rejected("needs the shader-f16 feature")
         if not p.half_queries or p.kv_dtype != "float16" or p.out_dtype != "float16":
             return Rejected(
                 f"takes float16 queries, keys and values, not {p.out_dtype} and {p.kv_dtype}"
@@ -109,19 +112,6 @@ class FlashMatrix(TiledRoute[MatrixTile]):
             )
         bindings = input_bindings(p) + output_bindings(p)
         return too_many_buffers(bindings, caps) or Accepted()
-
-    @staticmethod
-    def _missing(caps: Caps) -> Rejected | None:
-        if (16, 16, 16, "f16", "f32") not in caps.matrix_tiles or not caps.f16:
-            return Rejected(
-                "needs subgroup matrices of 16x16x16 f16 with f32 results; the adapter has"
-                f" {list(caps.matrix_tiles) or 'none'}"
-            )
-        if caps.subgroup_min != 32 or caps.subgroup_max != 32:
-            return Rejected(
-                f"needs subgroups of 32, the adapter has {caps.subgroup_min} to {caps.subgroup_max}"
-            )
-        return None
 
     def fitting(self, problem: AttentionProblem, caps: Caps) -> Iterator[MatrixTile]:
         """By rule: few large tiles leave processors idle, many small ones load keys more often."""

@@ -248,6 +248,7 @@ class _CallBuilder:
             beam_width=self.beams if "beams" in self.arrays else 0,
             beam_rows=shapes.rows if "beams" in self.arrays else 0,
             exclude_lowest=False,
+            appended=shapes.is_self,
             qk=1 if wants_qk else 0,
             qk_width=shapes.keys if wants_qk else 0,
         )
