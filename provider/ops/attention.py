@@ -410,8 +410,8 @@ class SplitKMatrix(SplitK):
     def geometry(self, p: AttentionProblem, caps: Caps) -> tuple[int, dict[str, Constant]]:
         keys = self._keys(p, caps)
         assert keys is not None
-        own = {"D": p.head_size, "T": keys, "TILE": 16, "SG": 32, "operand": "i8"}
-        return self.lanes, {**own, "native": self.native}
+        own: dict[str, Constant] = {"D": p.head_size, "T": keys, "native": self.native}
+        return self.lanes, {**own, "TILE": 16, "SG": 32, "operand": "i8"}
 
 
 #: In order of preference; the last takes everything. The materialized form comes behind flash: on
