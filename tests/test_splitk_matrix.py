@@ -135,7 +135,7 @@ def problem(**given) -> AttentionProblem:
         ({"kv_dtype": "float16"}, {}, "int8 or int4"),
         ({"head_size": 80, "v_head_size": 80}, {}, "multiples of 32"),
         ({"v_head_size": 64}, {}, "equal"),
-        ({"num_heads": 16}, {}, "2 query rows"),
+        ({"num_heads": 8, "kv_dtype": "int4"}, {}, "one query row"),
         ({"q_len": 17}, {}, "68 query rows"),
         ({"head_size": 256, "v_head_size": 256}, {}, "head size 256"),
         ({}, {"workgroup_invocations": 128}, "256 lanes"),

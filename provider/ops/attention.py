@@ -108,10 +108,9 @@ _FLASH_TILES = (
 )
 
 
-# Where registers are memory anyway, more rows to each loaded key win: 25 to 30 % on SwiftShader,
-# 15 % on lavapipe (head sizes 64 and 128). Small problems keep the tiles of GPUs, so that tests on
-# software adapters run those.
-_SOFTWARE_TILE = FlashTile(16, 4, 8, 4)
+# Where registers are memory anyway, more rows to each loaded key win. Small problems keep the tiles
+# of GPUs, so that tests on software adapters run those.
+_SOFTWARE_TILE = FlashTile(8, 4, 16, 4)
 _SOFTWARE_ROWS = 512
 
 
@@ -157,10 +156,18 @@ class Flash(TiledRoute[FlashTile]):
         p, tile = problem, self.tile(problem, caps)
         assert tile is not None
         tiles = -(-p.rows // (tile.rl * tile.rpt))
+        # software adapters fetch an address that all lanes share once for each of them
+        quads = self.subgroups and tile == _SOFTWARE_TILE
         launch = make_launch(
             "attention_flash",
             constants(
-                p, RL=tile.rl, CL=tile.cl, RPT=tile.rpt, KPT=tile.kpt, **_unrolled(p, tile, caps)
+                p,
+                RL=tile.rl,
+                CL=tile.cl,
+                RPT=tile.rpt,
+                KPT=tile.kpt,
+                quads=quads,
+                **_unrolled(p, tile, caps),
             ),
             input_bindings(p) + output_bindings(p),
             tile.rl * tile.cl,
@@ -375,8 +382,8 @@ class SplitKMatrix(SplitK):
             )
         if p.beam_width:
             return Rejected("takes no beams")
-        if self.native and p.rows < 3:
-            return Rejected(f"{p.rows} query rows for each KV head; it is for at least 3")
+        if self.native and p.rows == 1 and p.kv_dtype == "int4":
+            return Rejected("one query row for each KV head: over int4 the split-K route is faster")
         if self._keys(p, caps) is None or self.lanes > caps.workgroup_invocations:
             return Rejected(
                 f"head size {p.head_size} needs more than {caps.workgroup_memory} bytes of"
