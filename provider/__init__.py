@@ -1,9 +1,9 @@
 """ort-webgpu: the attention operators of ONNX models on WebGPU, the rest on ORT's CPU EP."""
 
 from ort_webgpu._version import __version__
+from ort_webgpu.adapters import AdapterInfo
+from ort_webgpu.adapters import adapters as devices
 from ort_webgpu.cache import Cache
-from ort_webgpu.device import AdapterInfo
-from ort_webgpu.device import adapters as devices
 from ort_webgpu.errors import (
     DeviceError,
     DeviceLostError,

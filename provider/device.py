@@ -1,14 +1,10 @@
-"""Gpu: one device, its buffers, pipelines and queue. The only file that imports wgpu or wgpudawn.
+"""Gpu: one device, its buffers, pipelines and queue.
 
 wgpu-native can end the process on a zero-sized binding, a destroyed buffer or an invalid submit, so
 nothing reaches it unchecked: buffers are never empty, live as long as a DeviceBuffer refers to
 them, and a Program is checked against its kernels and the limits before it is recorded.
 """
 
-import contextlib
-import functools
-import heapq
-import importlib
 import itertools
 import os
 import threading
@@ -19,40 +15,23 @@ from typing import Any
 
 import numpy as np
 
+from ort_webgpu.adapters import PACKAGES, AdapterInfo, find, package, request
 from ort_webgpu.commands import commands_of, record
 from ort_webgpu.errors import (
     DeviceError,
     DeviceLostError,
     DeviceMemoryError,
-    NoAdapterError,
 )
 from ort_webgpu.ops.spec import Caps, TensorSpec
+from ort_webgpu.pool import Pool, capacity_of
 from ort_webgpu.wgsl.kernel import Binding, Kernel, Launch, Program
 from ort_webgpu.wgsl.render import render, uniform_layout
 
-__all__ = ["PACKAGES", "AdapterInfo", "Counters", "DeviceBuffer", "Gpu", "adapters", "open_gpu"]
+__all__ = ["Counters", "DeviceBuffer", "Gpu", "open_gpu"]
 
-PACKAGES = {"wgpu": "wgpu", "dawn": "wgpudawn"}  # by backend
 _UNIFORM_SLOT = 256  # the largest offset alignment that WebGPU allows
 _VARYING_SUBGROUPS = {0x8086: 8, 0x1002: 32, 0x5143: 64, 0x13B5: 4}  # Intel, AMD, Qualcomm, Arm
-_POOL_LIMIT = 1 << 30  # idle bytes kept for reuse, per device
 _SIZE_BITS = 40  # of a DeviceBuffer's key
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """One adapter of one backend package, as `ort-webgpu devices` lists it."""
-
-    index: int
-    name: str
-    backend: str
-    api: str
-    kind: str
-    driver: str
-
-    @property
-    def software(self) -> bool:
-        return self.kind == "CPU"
 
 
 @dataclass
@@ -98,40 +77,6 @@ class _Pipeline:
     size: int
 
 
-class _Pool:
-    """Idle memory, by serial number. Of a capacity the lowest number is taken first, so that equal
-    runs get equal memory, and with it the bind groups of the run before."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[int]] = defaultdict(list)  # heaps, by capacity
-        self._idle: dict[int, int] = {}  # capacities, in the order of return
-        self.nbytes = 0
-
-    def take(self, capacity: int) -> int | None:
-        """Memory of this capacity, if there is some."""
-        free = self._free.get(capacity)
-        if not free:
-            return None
-        serial = heapq.heappop(free)
-        self.nbytes -= self._idle.pop(serial)
-        return serial
-
-    def give(self, serial: int, capacity: int) -> list[tuple[int, int]]:
-        """Keep the memory; what has to go for it, longest idle first, with its capacity."""
-        heapq.heappush(self._free[capacity], serial)
-        self._idle[serial] = capacity
-        self.nbytes += capacity
-        gone = []
-        while self.nbytes > _POOL_LIMIT:
-            oldest = next(iter(self._idle))
-            size = self._idle.pop(oldest)
-            self._free[size].remove(oldest)
-            heapq.heapify(self._free[size])
-            self.nbytes -= size
-            gone.append((oldest, size))
-        return gone
-
-
 @dataclass
 class _Ring:
     """The uniform blocks on the device. Each keeps its place until the ring comes round, so blocks
@@ -153,7 +98,7 @@ class Gpu:
         self._pool_lock = threading.Lock()
         self._memory: dict[int, Any] = {}
         self._returned: deque[tuple[int, int]] = deque()
-        self._pool = _Pool()
+        self._pool = Pool()
         self._serials = itertools.count(1)
         self._pipelines: dict[Kernel, _Pipeline] = {}
         self._bind_groups: dict[tuple, Any] = {}
@@ -163,7 +108,7 @@ class Gpu:
         self._staging: Any = None
         self._lost: str | None = None
         self._vendor = int(adapter.info.get("vendor_id") or 0)
-        self._device, self.caps = _request(info, adapter)
+        self._device, self.caps = request(info, adapter)
         self._queue = self._device.queue
         self._commands = commands_of(self._device)
         self._ring = _Ring(self._raw_buffer(1 << 16, "UNIFORM | COPY_DST"))
@@ -184,7 +129,7 @@ class Gpu:
                 f" {self.info.name!r} ({most:,} bytes). Use a smaller batch or"
                 " context, or leave the node on the CPU with offload="
             )
-        capacity = min(_capacity(nbytes), -(-most // 4) * 4)
+        capacity = min(capacity_of(nbytes), -(-most // 4) * 4)
         with self._pool_lock:
             if self._returned:
                 self._collect()
@@ -432,7 +377,7 @@ class Gpu:
 
     def _staging_buffer(self, size: int) -> Any:
         if self._staging is None or self._staging.size < size:
-            self._staging = self._raw_buffer(_capacity(size), "MAP_READ | COPY_DST")
+            self._staging = self._raw_buffer(capacity_of(size), "MAP_READ | COPY_DST")
         return self._staging
 
     def _encoded(self, program: Program) -> list[tuple]:
@@ -483,7 +428,7 @@ class Gpu:
             self._flush()  # before what its launches read is overwritten
             ring.places, ring.end = {}, 0
             if total > ring.raw.size:
-                ring.raw = self._raw_buffer(_capacity(2 * total), "UNIFORM | COPY_DST")
+                ring.raw = self._raw_buffer(capacity_of(2 * total), "UNIFORM | COPY_DST")
                 self._clear_bind_groups()
         arena = np.zeros(total // 4, np.uint32)
         offset = 0
@@ -595,69 +540,8 @@ def _slots(nbytes: int) -> int:
     return -(-nbytes // _UNIFORM_SLOT) * _UNIFORM_SLOT
 
 
-@functools.lru_cache(4096)
-def _capacity(nbytes: int) -> int:
-    """The pool's size class: multiples of 256 up to 4 KiB, then eight steps to each doubling."""
-    step = max(256, 1 << max(0, nbytes.bit_length() - 4))
-    return max(step, -(-nbytes // step) * step)
-
-
-# -- adapters ------------------------------------------------------------------------------------
-
 _open_lock = threading.Lock()
 _open: dict[tuple[int, str, int], Gpu] = {}
-
-
-def _package(backend: str) -> Any | None:
-    try:
-        package = importlib.import_module(PACKAGES[backend])
-    except ImportError:
-        return None
-    if backend == "dawn":
-        extras = importlib.import_module("wgpudawn.backends.dawn.extras")
-        toggles = ["allow_unsafe_apis", "vulkan_enable_f16_on_nvidia"]
-        # where the process has made Dawn's instance before, it keeps the toggles it was given
-        with contextlib.suppress(RuntimeError):
-            extras.set_instance_extras(
-                enable_toggles=toggles, disable_toggles=["timestamp_quantization"]
-            )
-    return package
-
-
-def _list(backend: str) -> list[tuple[AdapterInfo, Any]]:
-    package = _package(backend)
-    if package is None:
-        return []
-    found: list[tuple[AdapterInfo, Any]] = []
-    for raw in package.gpu.enumerate_adapters_sync():
-        about = raw.info
-        if about["backend_type"] in ("OpenGL", "OpenGLES"):
-            continue  # no compute shaders to speak of, and the same devices appear through Vulkan
-        name = about["device"] or about["description"] or about["vendor"]
-        driver = about["description"] or about["vendor"]
-        info = AdapterInfo(
-            len(found), name, backend, about["backend_type"], about["adapter_type"], driver
-        )
-        found.append((info, raw))
-    return found
-
-
-def adapters(backend: str = "auto") -> list[AdapterInfo]:
-    """The adapters that can be had, best first within each backend package.
-
-    `backend`: "wgpu" (wgpu-native), "dawn" (wgpudawn), or "auto" for both where installed.
-    """
-    return [info for name in _backends(backend) for info, _ in _list(name)]
-
-
-def _backends(backend: str) -> tuple[str, ...]:
-    if backend == "auto":
-        return tuple(PACKAGES)
-    if backend not in PACKAGES:
-        raise NoAdapterError(
-            f'backend={backend!r} is none of "auto", {", ".join(map(repr, PACKAGES))}'
-        )
-    return (backend,)
 
 
 def open_gpu(adapter: str | int = "auto", backend: str = "auto") -> Gpu | None:
@@ -667,119 +551,12 @@ def open_gpu(adapter: str | int = "auto", backend: str = "auto") -> Gpu | None:
     index of `adapters(backend)`, or part of an adapter's name, in any case. The environment
     variable ORT_WEBGPU_ADAPTER stands in for "auto". Raises NoAdapterError where one was asked for.
     """
-    if adapter == "auto":
-        adapter = os.environ.get("ORT_WEBGPU_ADAPTER", "auto")
-        if adapter.isdecimal():
-            adapter = int(adapter)
-    if adapter == "none":
-        return None
-    listed: list[tuple[AdapterInfo, Any]] = []
-    chosen = None
-    for name in _backends(backend):  # "auto" asks Dawn only for what wgpu-native has not
-        found = _list(name)
-        listed += found
-        chosen = chosen or _choose(adapter, found)
-        if chosen is not None:
-            break
+    chosen = find(adapter, backend)
     if chosen is None:
-        if adapter == "auto":
-            return None
-        names = ", ".join(f"{i.name} ({i.backend}, {i.kind})" for i, _ in listed) or "none at all"
-        raise NoAdapterError(
-            f"no adapter fits adapter={adapter!r}, backend={backend!r}; there are: {names}."
-            ' Use adapter="auto" to take what there is, or "none" for the CPU'
-        )
+        return None
     info, raw = chosen
     with _open_lock:
         key = (os.getpid(), info.backend, info.index)
         if key not in _open:
-            _open[key] = Gpu(info, raw, _package(info.backend))
+            _open[key] = Gpu(info, raw, package(info.backend))
         return _open[key]
-
-
-def _choose(adapter: str | int, listed: list[tuple[AdapterInfo, Any]]) -> Any | None:
-    rank = {"DiscreteGPU": 0, "IntegratedGPU": 1, "Unknown": 2, "CPU": 3}
-    ordered = sorted(listed, key=lambda pair: rank.get(pair[0].kind, 2))
-    if isinstance(adapter, int):
-        return listed[adapter] if 0 <= adapter < len(listed) else None
-    if adapter == "hardware":
-        ordered = [pair for pair in ordered if not pair[0].software]
-    elif adapter == "software":
-        ordered = [pair for pair in ordered if pair[0].software]
-    elif adapter != "auto":
-        wanted = adapter.lower()
-        ordered = [p for p in ordered if wanted in f"{p[0].name} {p[0].driver}".lower()]
-    return ordered[0] if ordered else None
-
-
-def _request(info: AdapterInfo, adapter: Any) -> tuple[Any, Caps]:
-    """A device with every feature and limit that kernels can use, and its caps."""
-    available = set(adapter.features)
-    subgroup_feature = "subgroups" if info.backend == "dawn" else "subgroup"
-    wanted = {subgroup_feature, "shader-f16", "timestamp-query"}
-    if info.backend == "dawn":
-        wanted.add("chromium-experimental-subgroup-matrix")
-    features = sorted(wanted & available)
-    limits = {k: v for k, v in adapter.limits.items() if k in _LIMITS}
-    try:
-        device = adapter.request_device_sync(required_features=features, required_limits=limits)
-    except Exception as error:
-        raise NoAdapterError(
-            f"adapter {info.name!r} refused a device with features {features}: {error}"
-        ) from error
-    low = int(adapter.info.get("stackgroup_min_size") or adapter.info.get("subgroup_min_size") or 0)
-    high = int(
-        adapter.info.get("stackgroup_max_size") or adapter.info.get("subgroup_max_size") or 0
-    )
-    if subgroup_feature not in features:
-        low = high = 0
-    return device, Caps(
-        name=info.name,
-        backend=info.backend,
-        dialect="tint" if info.backend == "dawn" else "naga",
-        software=info.software,
-        workgroup_memory=limits["max-compute-workgroup-storage-size"],
-        workgroup_invocations=min(
-            limits["max-compute-invocations-per-workgroup"],
-            limits["max-compute-workgroup-size-x"],
-        ),
-        workgroups_per_dimension=limits["max-compute-workgroups-per-dimension"],
-        storage_buffers=limits["max-storage-buffers-per-shader-stage"],
-        storage_binding=limits["max-storage-buffer-binding-size"],
-        buffer_size=limits["max-buffer-size"],
-        offset_alignment=limits["min-storage-buffer-offset-alignment"],
-        subgroup_min=low,
-        subgroup_max=high,
-        f16="shader-f16" in features,
-        timestamps="timestamp-query" in features,
-        matrix_tiles=_matrix_tiles(adapter) if len(features) and "matrix" in str(features) else (),
-    )
-
-
-_LIMITS = (
-    "max-compute-workgroup-storage-size",
-    "max-compute-invocations-per-workgroup",
-    "max-compute-workgroup-size-x",
-    "max-compute-workgroups-per-dimension",
-    "max-storage-buffers-per-shader-stage",
-    "max-storage-buffer-binding-size",
-    "max-buffer-size",
-    "min-storage-buffer-offset-alignment",
-)
-
-
-def _matrix_tiles(adapter: Any) -> tuple[tuple[int, int, int, str, str], ...]:
-    extras = importlib.import_module("wgpudawn.backends.dawn.extras")
-    tiles = []
-    for config in extras.get_adapter_properties(adapter).get("subgroup_matrix_configs", ()):
-        about = config if isinstance(config, dict) else vars(config)
-        tiles.append(
-            (
-                about["m"],
-                about["n"],
-                about["k"],
-                str(about["component_type"]),
-                str(about["result_component_type"]),
-            )
-        )
-    return tuple(tiles)

@@ -21,7 +21,7 @@ from typing import Any
 import platformdirs
 
 from ort_webgpu._version import __version__
-from ort_webgpu.device import PACKAGES, AdapterInfo
+from ort_webgpu.adapters import PACKAGES, AdapterInfo
 from ort_webgpu.errors import OrtWebGpuError
 from ort_webgpu.ops.tuned import CallClass, Finding, Tuned
 

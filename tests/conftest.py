@@ -12,7 +12,7 @@ import pytest
 from session_helpers import MODEL, options
 
 from ort_webgpu import WebGPUSession
-from ort_webgpu.device import adapters
+from ort_webgpu.adapters import adapters
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ort_webgpu.device import AdapterInfo, Counters
+from ort_webgpu.adapters import AdapterInfo
+from ort_webgpu.device import Counters
 from ort_webgpu.ops.spec import Accepted, Call, Caps, OpSpec, Output, Rejected, Route
 from ort_webgpu.wgsl.kernel import Binding, Kernel, Launch, Program
 

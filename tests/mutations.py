@@ -38,7 +38,10 @@ import jinja2
 from running import accepting, call_of, run_route
 from test_flash_matrix import CONFIGS as PROMPTS
 from test_flash_matrix import growing, stale, tuned_to
+from test_flash_software import CASES as LARGE
 from test_hardware_geometry import hardware_cases
+from test_splitk_matrix import CONFIGS as STEPS
+from test_splitk_matrix import shares_of, unusual_queries
 
 from ort_webgpu.conformance.case import Case, Expected
 from ort_webgpu.conformance.cases import corpus
@@ -587,6 +590,8 @@ class Bench:
         hardware = replace(self.caps, software=False)
         large = [pair for case in hardware_cases() for pair in _pairs(case, hardware)]
         large += _pairs_by_setting(self.caps)
+        large += [pair for config in LARGE for pair in _pairs(config.case(31), self.caps)]
+        large += _pairs_by_shares(self.caps)
         self.pairs += large
         self.kernels = list(dict.fromkeys(k for pair in self.pairs for k in pair.kernels))
         # A mutant is judged on the first kernels it changes: let them be of all operators.
@@ -685,6 +690,17 @@ def _pairs_by_setting(caps: Caps) -> list[Pair]:
         for setting in FlashMatrix(False).settings(core, caps):
             pairs = _pairs(case, tuned_to(core, caps, setting))
             found += [pair for pair in pairs if pair.route.name == "flash_matrix_emulated"]
+    return found
+
+
+def _pairs_by_shares(caps: Caps) -> list[Pair]:
+    """Steps on attention_splitk_matrix, with the keys in one share and in seven."""
+    found = []
+    for case in [*(config.case(21) for config in STEPS), *unusual_queries()]:
+        core = call_of(case).problem.core
+        for shares in (1, 7):
+            pairs = _pairs(case, shares_of(core, caps, shares))
+            found += [pair for pair in pairs if pair.route.name == "splitk_matrix_emulated"]
     return found
 
 

@@ -15,6 +15,7 @@ from ort_webgpu import (
     InvalidInputError,
     WebGPUSession,
     device,
+    pool,
 )
 from ort_webgpu.ops.spec import TensorSpec
 
@@ -103,7 +104,7 @@ def test_memory_of_garbage_cycles_is_used_again(session):
 
 def test_idle_memory_of_other_sizes_makes_room(adapter, monkeypatch):
     """Once the pool was full, memory of sizes that had come late was made anew for each run."""
-    monkeypatch.setattr(device, "_POOL_LIMIT", 1 << 20)
+    monkeypatch.setattr(pool, "POOL_LIMIT", 1 << 20)
     gpu = device.open_gpu(adapter)
     early = [gpu.allocate(1 << 18) for _ in range(4)]
     before = gpu.counters.allocated_bytes

@@ -34,7 +34,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "ort_webgpu.graph_tools.nodes",
     ),
     "ort_webgpu.commands": ("ort_webgpu.errors",),
+    "ort_webgpu.adapters": ("ort_webgpu.errors", "ort_webgpu.ops.spec"),
+    "ort_webgpu.pool": (),
     "ort_webgpu.device": (
+        "ort_webgpu.adapters",
+        "ort_webgpu.pool",
         "ort_webgpu.wgsl",
         "ort_webgpu.errors",
         "ort_webgpu.ops.spec",
@@ -118,9 +122,9 @@ def test_layers_import_only_what_is_outside_for_them():
     assert offences(allowed) == []
 
 
-def test_only_device_imports_wgpu():
+def test_only_adapters_imports_wgpu():
     def allowed(importer: str, imported: str) -> bool:
-        if importer == f"{PACKAGE}.device":
+        if importer == f"{PACKAGE}.adapters":
             return True
         return imported.partition(".")[0] not in ("wgpu", "wgpudawn", "<computed>")
 

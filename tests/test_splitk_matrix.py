@@ -92,31 +92,45 @@ def with_query(case: Case, change) -> Case:
     return replace(case, inputs=tuple(inputs))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("cache", ["int8", "int4"])
-def test_query_that_is_not_finite_spoils_its_own_head_alone(bad, cache, adapter):
+def spoilt(cache: str, bad: float) -> Case:
+    """A case of four heads, the third of which has an element that is not finite."""
     case = decode(length=70, group=4, cache=cache).case(22)
-    spoilt = with_query(case, lambda q: q.reshape(4, 32).__setitem__((2, 7), bad))
-    (head,) = np.argwhere(np.isnan(numpy_oracle(spoilt).outputs[0].reshape(4, 32)).all(1))
-    assert head == [2]
-    check_every_share(spoilt, adapter)
+    return with_query(case, lambda q: q.reshape(4, 32).__setitem__((2, 7), bad))
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-20, 1e3])
-def test_queries_of_any_size_are_right(scale, adapter):
+def scaled(factor: float) -> Case:
+    """A case whose queries are so much larger or smaller than usual."""
     case = decode(length=70, group=4, quant="channel").case(23)
-    check_every_share(with_query(case, lambda q: q.__imul__(np.float32(scale))), adapter)
+    return with_query(case, lambda q: q.__imul__(np.float32(factor)))
 
 
-def test_one_element_far_above_the_rest_of_its_row_is_right(adapter):
-    """The digits of a row share one exponent, that of its largest element."""
-    case = decode(length=70, group=4, cache="int4").case(24)
+def towering() -> Case:
+    """A case with one element far above the rest of its row, with which they share an exponent."""
 
     def tower(q: np.ndarray) -> None:
         q *= np.float32(1e-3)
         q.reshape(4, 32)[:, 5] = 3.0
 
-    check_every_share(with_query(case, tower), adapter)
+    return with_query(decode(length=70, group=4, cache="int4").case(24), tower)
+
+
+def unusual_queries() -> list[Case]:
+    """One case of each of the above, and several scales."""
+    return [spoilt("int8", np.nan), towering(), *map(scaled, (0.0, 1e-30, 1e-20, 1e3))]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("cache", ["int8", "int4"])
+def test_query_that_is_not_finite_spoils_its_own_head_alone(bad, cache, adapter):
+    case = spoilt(cache, bad)
+    (head,) = np.argwhere(np.isnan(numpy_oracle(case).outputs[0].reshape(4, 32)).all(1))
+    assert head == [2]
+    check_every_share(case, adapter)
+
+
+@pytest.mark.parametrize("case", unusual_queries()[1:], ids=lambda c: c.name)
+def test_queries_of_any_size_are_right(case, adapter):
+    check_every_share(case, adapter)
 
 
 def problem(**given) -> AttentionProblem:
