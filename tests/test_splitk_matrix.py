@@ -12,8 +12,9 @@ from ort_webgpu.conformance.cases_gqa import GqaConfig
 from ort_webgpu.conformance.checks import compare_outputs
 from ort_webgpu.conformance.oracles import numpy_oracle, oracle
 from ort_webgpu.device import open_gpu
-from ort_webgpu.ops.attention import CORE_ROUTES, SplitKMatrix
+from ort_webgpu.ops.attention import CORE_ROUTES
 from ort_webgpu.ops.attention_core import AttentionProblem
+from ort_webgpu.ops.attention_splitk import SplitKMatrix
 from ort_webgpu.ops.spec import Caps, Rejected
 from ort_webgpu.ops.tuned import Finding, Tuned
 from ort_webgpu.wgsl.render import render
