@@ -72,6 +72,7 @@ RULES: dict[str, tuple[str, str]] = {
     "divide for modulo": (r"(?<= )%(?= )", "/"),
     "or for and": (r"&&", "||"),
     "and for or": (r"\|\|", "&&"),
+    "either for both": (r"(?<=\) )&(?= \()", "|"),
     "max for min": (r"\bmin\(", "max("),
     "min for max": (r"\bmax\(", "min("),
     "sine for cosine": (r"\bcos(?=[\w(\[])", "sin"),
@@ -232,11 +233,11 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ),
     (
         "attention_splitk",
-        "let seen = j < end [&& -> ||] j >= see{{ i }}.x && j < see{{ i }}.y;",
+        "let seen = (j < end) [& -> |] (j >= see{{ i }}.x) & (j < see{{ i }}.y);",
     ): _HIDDEN,
     (
         "attention_splitk",
-        "let seen = j < end && j >= see{{ i }}.x [&& -> ||] j < see{{ i }}.y;",
+        "let seen = (j < end) & (j >= see{{ i }}.x) [& -> |] (j < see{{ i }}.y);",
     ): _HIDDEN,
     (
         "attention_splitk",
@@ -338,11 +339,11 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): "one more tile is masked where nothing is hidden",
     (
         "attention_flash",
-        "let seen{{ k }} = j{{ k }} >= see{{ i }}.x [&& -> ||] j{{ k }} < see{{ i }}.y;",
+        "let seen{{ k }} = (j{{ k }} >= see{{ i }}.x) [& -> |] (j{{ k }} < see{{ i }}.y);",
     ): _HIDDEN,
     (
         "attention_flash",
-        "let seen{{ k }} = j{{ k }} >= see{{ i }}.x && j{{ k }} [< -> <=] see{{ i }}.y;",
+        "let seen{{ k }} = (j{{ k }} >= see{{ i }}.x) & (j{{ k }} [< -> <=] see{{ i }}.y);",
     ): _HIDDEN,
     (
         "attention_flash",
@@ -350,7 +351,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): _CHECKED,
     (
         "attention_splitk",
-        "let seen = j [< -> <=] end && j >= see{{ i }}.x && j < see{{ i }}.y;",
+        "let seen = (j [< -> <=] end) & (j >= see{{ i }}.x) & (j < see{{ i }}.y);",
     ): "the score of the key behind the share is LOWEST here, whose weight is 0",
     (
         "attention_rows",

@@ -236,7 +236,8 @@ class SplitKMatrix(SplitK):
             operands = keys * (size + 16) + size * (keys + 16) + 16 * (max(keys, size) + 16)
             results = 64 * (max(keys, size) + 4)
             emulation = 0 if self.native else 16 * (size + 16) + 4 * self.lanes
-            if operands + results + emulation <= caps.workgroup_memory:
+            fits = operands + results + emulation <= caps.workgroup_memory
+            if fits and keys * size <= 64 * self.lanes:
                 return keys
         return None
 
