@@ -126,6 +126,26 @@ _BEHIND_ARRAY = (
 _PREPARE = "prepare, which runs after, writes the row anyway"
 EXPLAINED: dict[tuple[str, str], str] = {
     (
+        "attention_splitk_matrix",
+        "let has_row = lane [< -> <=] {{ ROWS * LPR }}u;",
+    ): "the lane behind the rows does once more what the first lane of the last row does",
+    (
+        "attention_splitk_matrix",
+        "let last_key = max(end, [1 -> 2]u) - 1u;",
+    ): _BEHIND,
+    (
+        "attention_splitk_matrix",
+        "let last_key = max(end, 1u) [- -> +] 1u;",
+    ): _BEHIND,
+    (
+        "attention_splitk_matrix",
+        "let last_key = max(end, 1u) - [1 -> 0]u;",
+    ): _BEHIND,
+    (
+        "attention_splitk_matrix",
+        "var seen = vec4<bool>([false -> true]);",
+    ): _HIDDEN,
+    (
         "attention_common",
         "if (i32(s0) [>= -> >] valid) { return vec2<u32>(0u, 0u); }",
     ): "such rows see no key, so their tile is only computed for nothing",

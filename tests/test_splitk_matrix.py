@@ -105,19 +105,20 @@ def scaled(factor: float) -> Case:
     return with_query(case, lambda q: q.__imul__(np.float32(factor)))
 
 
-def towering() -> Case:
+def towering(element: int) -> Case:
     """A case with one element far above the rest of its row, with which they share an exponent."""
 
     def tower(q: np.ndarray) -> None:
         q *= np.float32(1e-3)
-        q.reshape(4, 32)[:, 5] = 3.0
+        q.reshape(4, 32)[:, element] = 3.0
 
     return with_query(decode(length=70, group=4, cache="int4").case(24), tower)
 
 
 def unusual_queries() -> list[Case]:
-    """One case of each of the above, and several scales."""
-    return [spoilt("int8", np.nan), towering(), *map(scaled, (0.0, 1e-30, 1e-20, 1e3))]
+    """Cases of each of the above."""
+    towers = map(towering, range(8, 16))
+    return [spoilt("int8", np.nan), *towers, *map(scaled, (0.0, 1e-30, 1e-20, 1e3))]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -148,11 +149,12 @@ def problem(**given) -> AttentionProblem:
         ({}, {"matrix_tiles": ((16, 16, 16, "f16", "f32"),)}, "16x16x32 i8"),
         ({}, {"subgroup_min": 16}, "subgroups of 32"),
         ({"kv_dtype": "float16"}, {}, "int8 or int4"),
-        ({"head_size": 80, "v_head_size": 80}, {}, "multiples of 32"),
-        ({"v_head_size": 64}, {}, "equal"),
+        ({"head_size": 80, "v_head_size": 80}, {}, "32, 64, 96 and 128"),
+        ({"v_head_size": 64}, {}, "128 and 64"),
         ({"num_heads": 8, "kv_dtype": "int4"}, {}, "one query row"),
         ({"q_len": 17}, {}, "68 query rows"),
-        ({"head_size": 256, "v_head_size": 256}, {}, "head size 256"),
+        ({"head_size": 256, "v_head_size": 256}, {}, "256 and 256"),
+        ({}, {"workgroup_memory": 32768}, "head size 128 needs"),
         ({}, {"workgroup_invocations": 128}, "256 lanes"),
         ({"qk": 2}, {}, "probabilities"),
         ({}, {"storage_buffers": 4}, "storage buffers"),

@@ -213,9 +213,10 @@ class SplitKMatrix(SplitK):
             return missing
         if p.kv_dtype not in ("int8", "int4"):
             return Rejected(f"takes a cache of int8 or int4, not {p.kv_dtype}")
-        if p.head_size % 32 or p.v_head_size != p.head_size:
+        if p.head_size % 32 or p.head_size > 128 or p.v_head_size != p.head_size:
             return Rejected(
-                f"head sizes {p.head_size} and {p.v_head_size}; it takes equal multiples of 32"
+                f"head sizes {p.head_size} and {p.v_head_size}; it takes 32, 64, 96 and 128, for"
+                " values as for keys"
             )
         if p.beam_width:
             return Rejected("takes no beams")
@@ -229,8 +230,8 @@ class SplitKMatrix(SplitK):
         return None
 
     def _keys(self, p: AttentionProblem, caps: Caps) -> int | None:
-        """Keys of a step: as many as workgroup memory has room for. On an H200 a step takes as long
-        with fewer, so that a head size for which 128 do not fit is left to others."""
+        """Keys of a step: as many as workgroup memory has room for. A GPU has it for 128, and an
+        H200 takes as long for a step of fewer."""
         size = p.head_size
         for keys in (128,) if self.native else (128, 64, 32):
             operands = keys * (size + 16) + size * (keys + 16) + 16 * (max(keys, size) + 16)
