@@ -53,6 +53,7 @@ CONFIGS = [
     decode(length=170, group=4, phase="decode_static", in_place=True, batch=2),
     decode(length=150, group=4, loud=300.0),  # the last score towers over all others
     decode(length=5, group=4, cache="int4"),
+    decode(length=150, group=2, phase="chunk_queries", batch=3, ragged=True),
 ]
 
 
@@ -128,6 +129,20 @@ def test_query_that_is_not_finite_spoils_its_own_head_alone(bad, cache, adapter)
     (head,) = np.argwhere(np.isnan(numpy_oracle(case).outputs[0].reshape(4, 32)).all(1))
     assert head == [2]
     check_every_share(case, adapter)
+
+
+def test_row_that_sees_nothing_is_zero_whatever_its_query(adapter):
+    """Rows behind an entry's last query; ORT leaves them as they are."""
+    case = decode(length=150, group=2, phase="chunk_queries", batch=3, ragged=True).case(7)
+    gpu = open_gpu(adapter)
+    (route,) = [r for r in running.spec_of(case).routes if r.name == NAME]
+    query, counts = case.require("query"), case.require("query_seqlens")
+    behind = np.arange(query.shape[1])[None] >= counts[:, None]
+    assert behind.any()
+    spoilt_rows = with_query(case, lambda q: q.__setitem__(behind, np.nan))
+    out, *_ = running.run_route(spoilt_rows, gpu, route)
+    assert (out[behind] == 0).all()
+    assert np.isfinite(out[~behind]).all()
 
 
 @pytest.mark.parametrize("case", unusual_queries()[1:], ids=lambda c: c.name)
