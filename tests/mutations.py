@@ -126,6 +126,19 @@ _BEHIND_ARRAY = (
 _PREPARE = "prepare, which runs after, writes the row anyway"
 EXPLAINED: dict[tuple[str, str], str] = {
     (
+        "attention_flash",
+        "let high = min(visible(b, first / {{ GROUP }}u).y,"
+        " visible(b, last [/ -> *] {{ GROUP }}u).y);",
+    ): "more tiles are masked, where nothing is hidden",
+    (
+        "prepare",
+        "let token = min(vector, u.vectors [- -> +] 1u) / slots;",
+    ): "lanes behind the last vector return before they use it",
+    (
+        "prepare",
+        "let position = [0 -> 1]u;",
+    ): "without rotary embedding nothing reads it",
+    (
         "attention_splitk_matrix",
         "let has_row = lane [< -> <=] {{ ROWS * LPR }}u;",
     ): "the lane behind the rows does once more what the first lane of the last row does",
