@@ -4,7 +4,7 @@ import numpy as np
 
 from ort_webgpu.conformance.bench_time import seconds_of
 from ort_webgpu.device import Gpu
-from ort_webgpu.ops.spec import Caps
+from ort_webgpu.ops.attention_core import missing_matrices, other_subgroups
 from ort_webgpu.wgsl.kernel import Binding, Kernel, Launch, Program
 
 __all__ = ["ceilings", "copy_program", "fma_program", "matrix_program"]
@@ -32,18 +32,13 @@ def ceilings(gpu: Gpu) -> dict[str, float]:
         program = fma_program(kind, groups, steps)
         seconds = seconds_of(gpu, [(program, {"source": factors, "out": out})]).median
         found[f"fma_{kind}"] = 8.0 * groups * _LANES * steps * _CHAINS / seconds
-    if _has_matrices(caps):
+    if not (missing_matrices(caps, 16, 16, "f16") or other_subgroups(caps, 32)):
         groups //= 4  # every subgroup keeps 8 KiB of results
         tiles = groups * _LANES // 32 * _MATRIX_ROWS * _MATRIX_COLUMNS
         operands = {"out": gpu.allocate(1024 * tiles)}
         seconds = seconds_of(gpu, [(matrix_program(groups, steps), operands)]).median
         found["matrix_f16"] = 2.0 * 16**3 * tiles * steps / seconds
     return found
-
-
-def _has_matrices(caps: Caps) -> bool:
-    tile = (16, 16, 16, "f16", "f32")
-    return tile in caps.matrix_tiles and caps.f16 and caps.subgroup_min == caps.subgroup_max == 32
 
 
 def copy_program(nbytes: int) -> Program:

@@ -50,6 +50,7 @@ __all__ = [
     "make_launch",
     "merged",
     "missing_matrices",
+    "other_subgroups",
     "output_bindings",
     "sequences",
     "shuffle_width",
@@ -438,18 +439,27 @@ def too_many_buffers(bindings: list[Binding], caps: Caps) -> Rejected | None:
     return None
 
 
-def missing_matrices(caps: Caps, depth: int, operand: str, result: str) -> Rejected | None:
-    """The rejection, where the device has no subgroup matrices of 16 x 16 x depth."""
-    if (16, 16, depth, operand, result) not in caps.matrix_tiles:
+def missing_matrices(caps: Caps, size: int, depth: int, operand: str) -> Rejected | None:
+    """The rejection, where the device has no subgroup matrices of size x size x depth: operands
+    f16 or f32 with float32 sums, i8 with int32 sums."""
+    result = "i32" if operand == "i8" else "f32"
+    if (size, size, depth, operand, result) not in caps.matrix_tiles:
         return Rejected(
-            f"needs subgroup matrices of 16x16x{depth} {operand} with {result} results; the adapter"
-            f" has {list(caps.matrix_tiles) or 'none'}"
+            f"needs {size}x{size}x{depth} subgroup matrices of {operand} with {result} sums; the"
+            f" adapter has {list(caps.matrix_tiles) or 'none'}"
         )
-    if caps.subgroup_min != 32 or caps.subgroup_max != 32:
-        return Rejected(
-            f"needs subgroups of 32, the adapter has {caps.subgroup_min} to {caps.subgroup_max}"
-        )
+    if operand == "f16" and not caps.f16:
+        return Rejected("needs the shader-f16 feature")
     return None
+
+
+def other_subgroups(caps: Caps, lanes: int) -> Rejected | None:
+    """The rejection, where subgroups may have more or fewer than `lanes`."""
+    if caps.subgroup_min == caps.subgroup_max == lanes:
+        return None
+    return Rejected(
+        f"needs subgroups of {lanes}, the adapter has {caps.subgroup_min} to {caps.subgroup_max}"
+    )
 
 
 def shuffle_width(caps: Caps) -> int:

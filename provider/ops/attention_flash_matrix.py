@@ -14,6 +14,7 @@ from ort_webgpu.ops.attention_core import (
     make_launch,
     merged,
     missing_matrices,
+    other_subgroups,
     output_bindings,
     shuffle_width,
     too_many_buffers,
@@ -89,10 +90,10 @@ class FlashMatrix(TiledRoute[MatrixTile]):
 
     def check(self, problem: AttentionProblem, caps: Caps) -> Accepted | Rejected:
         p = problem
-        if self.native and (missing := missing_matrices(caps, 16, "f16", "f32")):
+        if self.native and (
+            missing := missing_matrices(caps, 16, 16, "f16") or other_subgroups(caps, 32)
+        ):
             return missing
-        if self.native and not caps.f16:
-            return Rejected("needs the shader-f16 feature")
         if not p.half_queries or p.kv_dtype != "float16" or p.out_dtype != "float16":
             return Rejected(
                 f"takes float16 queries, keys and values, not {p.out_dtype} and {p.kv_dtype}"

@@ -14,6 +14,7 @@ from ort_webgpu.ops.attention_core import (
     constants,
     input_bindings,
     make_launch,
+    missing_matrices,
     output_bindings,
     too_many_buffers,
     uniforms,
@@ -106,13 +107,8 @@ class Materialized(CoreRoute):
 
     def _device_rejection(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
         operand, size = operand_of(p), self._size(p)
-        if (size, size, size, operand, "f32") not in caps.matrix_tiles:
-            return Rejected(
-                f"needs {size}x{size}x{size} subgroup matrices of {operand} with f32 sums; the"
-                f" adapter has {caps.matrix_tiles or 'none'}"
-            )
-        if operand == "f16" and not caps.f16:
-            return Rejected("needs the shader-f16 feature")
+        if missing := missing_matrices(caps, size, size, operand):
+            return missing
         if caps.subgroup_min != caps.subgroup_max:
             return Rejected(
                 f"needs subgroups of one size; the adapter's have {caps.subgroup_min} to"

@@ -14,6 +14,7 @@ from ort_webgpu.ops.attention_core import (
     make_launch,
     merged,
     missing_matrices,
+    other_subgroups,
     output_bindings,
     shuffle_width,
     too_many_buffers,
@@ -209,7 +210,9 @@ class SplitKMatrix(SplitK):
         self.features = frozenset({"subgroups", "subgroup_matrix"} if native else ())
 
     def _geometry_rejection(self, p: AttentionProblem, caps: Caps) -> Rejected | None:
-        if self.native and (missing := missing_matrices(caps, 32, "i8", "i32")):
+        if self.native and (
+            missing := missing_matrices(caps, 16, 32, "i8") or other_subgroups(caps, 32)
+        ):
             return missing
         if p.kv_dtype not in ("int8", "int4"):
             return Rejected(f"takes a cache of int8 or int4, not {p.kv_dtype}")

@@ -115,7 +115,7 @@ class CallBuilder:
         if not self.in_place and bool((lengths.new < rows).any()):
             before = self._copy(PAST if lengths.past.any() else None, self.source_rows, rows)
         return GqaProblem(
-            self._core(rows, int(lengths.total.max()), appended=True),
+            self._core(rows, int(lengths.total.max())),
             self._prepare(rows, PRESENT),
             PRESENT,
             self._card(),
@@ -177,7 +177,7 @@ class CallBuilder:
             if not self.in_place:
                 before = self._copy(PAST if old.any() else None, capacity, capacity)
             return GqaProblem(
-                self._core(capacity, int(kept.max()), appended=True),
+                self._core(capacity, int(kept.max())),
                 self._prepare(capacity, PRESENT),
                 PRESENT,
                 self._card(),
@@ -204,7 +204,7 @@ class CallBuilder:
             "seq_after",
         )
         return GqaProblem(
-            self._core(rows, int((lengths.total - first).max()), appended=True),
+            self._core(rows, int((lengths.total - first).max())),
             self._prepare(rows, WORK),
             WORK,
             self._card(),
@@ -282,7 +282,7 @@ class CallBuilder:
             v_out=target[1],
         )
 
-    def _core(self, kv_head_rows: int, max_keys: int, appended: bool = False) -> AttentionProblem:
+    def _core(self, kv_head_rows: int, max_keys: int) -> AttentionProblem:
         shapes, a = self.shapes, self.a
         bias, sink = self.values[contract.BIAS], self.values[contract.SINK]
         return AttentionProblem(
@@ -309,7 +309,7 @@ class CallBuilder:
             qk_width=self.lengths.scalar if a.qk_output else 0,
             scale=contract.score_scale(a, shapes.head_size),
             half_queries=shapes.dtype == "float16" and a.storage is None,
-            appended=appended,
+            appended=shapes.kv_len > 0,
         )
 
     def _card(self) -> CardFacts:

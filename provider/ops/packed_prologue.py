@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ort_webgpu.ops.attention import Parts
+from ort_webgpu.ops.attention_core import missing_matrices
 from ort_webgpu.ops.prepare import bytes_per_row, query_bytes
 from ort_webgpu.ops.spec import Caps, Rejected
 from ort_webgpu.wgsl.kernel import STORAGE, Binding, Constant, Kernel, Launch, scalar_element
@@ -250,18 +251,13 @@ class MatrixProjection(Projection):
     def rejection(self, caps: Caps) -> Rejected | None:
         """Why the device cannot run it, or None."""
         size, operand = self._size, "f16" if self._half else "f32"
-        if self.native and (size, size, size, operand, "f32") not in caps.matrix_tiles:
-            return Rejected(
-                f"needs {size}x{size}x{size} subgroup matrices of {operand} with f32 sums; the"
-                f" adapter has {list(caps.matrix_tiles) or 'none'}"
-            )
+        if self.native and (missing := missing_matrices(caps, size, size, operand)):
+            return missing
         if self.native and (caps.subgroup_min != caps.subgroup_max or 4 * caps.subgroup_min > 256):
             return Rejected(
                 f"needs subgroups of one size up to 64; the adapter's have {caps.subgroup_min} to"
                 f" {caps.subgroup_max} lanes"
             )
-        if self.native and self._half and not caps.f16:
-            return Rejected("needs the shader-f16 feature")
         if self._tile(caps) is None:
             return Rejected(
                 f"no tile fits {caps.workgroup_memory} bytes of workgroup memory and"
