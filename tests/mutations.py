@@ -35,19 +35,20 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from running import accepting, call_of, run_route
+from running import accepting, call_of, run_route, tuned_to
 from test_flash_matrix import CONFIGS as PROMPTS
-from test_flash_matrix import growing, stale, tuned_to
+from test_flash_matrix import growing, stale
 from test_flash_software import CASES as LARGE
 from test_hardware_geometry import hardware_cases
 from test_splitk_matrix import CONFIGS as STEPS
-from test_splitk_matrix import shares_of, unusual_queries
+from test_splitk_matrix import unusual_queries
 
 from ort_webgpu.conformance.case import Case, Expected
 from ort_webgpu.conformance.cases import corpus
 from ort_webgpu.conformance.checks import problems
 from ort_webgpu.conformance.oracles import oracle
 from ort_webgpu.device import open_gpu
+from ort_webgpu.ops.attention_core import AttentionProblem
 from ort_webgpu.ops.attention_flash_matrix import FlashMatrix
 from ort_webgpu.ops.spec import Caps, Route
 from ort_webgpu.wgsl import render as rendering
@@ -625,7 +626,6 @@ class Bench:
         large = [pair for case in hardware_cases() for pair in _pairs(case, hardware)]
         large += _pairs_by_setting(self.caps)
         large += [pair for config in LARGE for pair in _pairs(config.case(31), self.caps)]
-        large += _pairs_by_shares(self.caps)
         self.pairs += large
         self.kernels = list(dict.fromkeys(k for pair in self.pairs for k in pair.kernels))
         # A mutant is judged on the first kernels it changes: let them be of all operators.
@@ -715,27 +715,34 @@ def _pairs(case: Case, caps: Caps) -> list[Pair]:
     return found
 
 
+def _tuned_pairs(
+    cases: Sequence[Case], name: str, settings: Callable[[AttentionProblem], Any], caps: Caps
+) -> list[Pair]:
+    """Cases on a core route in each of its settings, of which its rule picks one."""
+    found = []
+    for case in cases:
+        core = call_of(case).problem.core
+        for setting in settings(core):
+            pairs = _pairs(case, tuned_to(core, caps, name, setting))
+            found += [pair for pair in pairs if pair.route.name == name]
+    return found
+
+
 def _pairs_by_setting(caps: Caps) -> list[Pair]:
-    """Prompts on attention_flash_matrix in each of its geometries, of which its rule picks one."""
-    cases = [config.case(11) for config in PROMPTS]
-    found = []
-    for case in [*cases, growing(cases[0]), stale()]:
-        core = call_of(case).problem.core
-        for setting in FlashMatrix(False).settings(core, caps):
-            pairs = _pairs(case, tuned_to(core, caps, setting))
-            found += [pair for pair in pairs if pair.route.name == "flash_matrix_emulated"]
-    return found
-
-
-def _pairs_by_shares(caps: Caps) -> list[Pair]:
-    """Steps on attention_splitk_matrix, with the keys in one share and in seven."""
-    found = []
-    for case in [*(config.case(21) for config in STEPS), *unusual_queries()]:
-        core = call_of(case).problem.core
-        for shares in (1, 7):
-            pairs = _pairs(case, shares_of(core, caps, shares))
-            found += [pair for pair in pairs if pair.route.name == "splitk_matrix_emulated"]
-    return found
+    """Prompts on attention_flash_matrix in each of its geometries; steps on attention_splitk_matrix
+    with the keys in one share and in seven."""
+    prompts = [config.case(11) for config in PROMPTS]
+    prompts += [growing(prompts[0]), stale()]
+    steps = [*(config.case(21) for config in STEPS), *unusual_queries()]
+    return [
+        *_tuned_pairs(
+            prompts,
+            "flash_matrix_emulated",
+            lambda core: FlashMatrix(False).settings(core, caps),
+            caps,
+        ),
+        *_tuned_pairs(steps, "splitk_matrix_emulated", lambda core: ((1,), (7,)), caps),
+    ]
 
 
 def _chosen(pairs: Sequence[Pair], changed: set[Kernel]) -> list[Pair]:

@@ -1,6 +1,7 @@
 """Runs one conformance case on a device, below the session: one route, poisoned memory, guards."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from ort_webgpu.conformance.case import OPERATORS, Case, RejectCase
 from ort_webgpu.conformance.checks import compare_outputs
-from ort_webgpu.conformance.oracles import numpy_oracle
+from ort_webgpu.conformance.oracles import numpy_oracle, oracle
 from ort_webgpu.device import DeviceBuffer, Gpu, open_gpu
 from ort_webgpu.graph_tools.nodes import Node
 from ort_webgpu.ops import OPS
+from ort_webgpu.ops.attention_core import AttentionProblem
 from ort_webgpu.ops.spec import Call, Caps, OpSpec, Rejected, Route, TensorSpec, Value
+from ort_webgpu.ops.tuned import Finding, Tuned
 
 POISON = 0xC5  # every float made of these bytes is finite and far from any result
 UNREAD = 0xFF  # every float made of these bytes is NaN, every signed integer -1
@@ -83,6 +86,28 @@ def run_route(
     names = OPERATORS[case.op_type][1]
     assert len(results) == sum(case.wanted), f"{case.name}: outputs {names}"
     return [results[index] for index in sorted(results)]
+
+
+def route_of(case: Case, name: str) -> Route:
+    """The route of that name of the case's operator."""
+    (route,) = [route for route in spec_of(case).routes if route.name == name]
+    return route
+
+
+def tuned_to(core: AttentionProblem, caps: Caps, name: str, setting: tuple[int, ...]) -> Caps:
+    """Caps whose findings name a setting of a core route."""
+    times = ((name, 1e-3),)
+    finding = Finding(core.call_class, times, times[0], ((name, setting),))
+    return replace(caps, tuned=Tuned((finding,)))
+
+
+def check_route(case: Case, gpu: Gpu, route: Route, caps: Caps | None = None) -> None:
+    """Fails where the route is wrong, or its answer depends on what memory held."""
+    outputs = run_route(case, gpu, route, caps=caps)
+    compare_outputs(outputs, oracle(case), case)
+    again = run_route(case, gpu, route, poison=POISON ^ 0xFF, caps=caps)
+    for first, second in zip(outputs, again, strict=True):
+        assert first.tobytes() == second.tobytes(), route.name
 
 
 def check_routes(case: Case, adapter: str, backend: str = "wgpu") -> list[str]:

@@ -8,14 +8,12 @@ import running
 
 from ort_webgpu.conformance.case import Case
 from ort_webgpu.conformance.cases_gqa import GqaConfig
-from ort_webgpu.conformance.checks import compare_outputs
-from ort_webgpu.conformance.oracles import oracle
 from ort_webgpu.device import open_gpu
 from ort_webgpu.ops.attention_core import AttentionProblem
 from ort_webgpu.ops.attention_flash_matrix import FlashMatrix
 from ort_webgpu.ops.spec import Caps, Rejected
-from ort_webgpu.ops.tuned import Finding, Tuned
 
+NAME = "flash_matrix_emulated"
 H200 = Caps(
     dialect="tint",
     workgroup_memory=49152,
@@ -67,30 +65,19 @@ def stale() -> Case:
     return replace(case, inputs=tuple(inputs), in_place=True)
 
 
-def tuned_to(problem: AttentionProblem, caps: Caps, setting: tuple[int, ...]) -> Caps:
-    """Caps whose findings name a setting of the route."""
-    name = "flash_matrix_emulated"
-    times = ((name, 1e-3),)
-    finding = Finding(problem.call_class, times, times[0], ((name, setting),))
-    return replace(caps, tuned=Tuned((finding,)))
-
-
 def check_every_tile(case: Case, adapter: str) -> None:
     gpu = open_gpu(adapter)
     assert gpu is not None
     problem = running.call_of(case).problem
-    (route,) = [r for r in running.spec_of(case).routes if r.name == "flash_matrix_emulated"]
+    route = running.route_of(case, NAME)
     verdict = route.check(problem, gpu.caps)
     assert not isinstance(verdict, Rejected), verdict
     settings = FlashMatrix(False).settings(problem.core, gpu.caps)
     assert len(settings) >= 3
     for setting in settings:
-        caps = tuned_to(problem.core, gpu.caps, setting)
+        caps = running.tuned_to(problem.core, gpu.caps, NAME, setting)
         assert FlashMatrix(False).settings(problem.core, caps)[0] == setting
-        first = running.run_route(case, gpu, route, caps=caps)
-        compare_outputs(first, oracle(case), case)
-        again = running.run_route(case, gpu, route, poison=0x3C, caps=caps)
-        assert [a.tobytes() for a in first] == [a.tobytes() for a in again], setting
+        running.check_route(case, gpu, route, caps)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.case(0).name)

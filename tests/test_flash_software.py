@@ -9,8 +9,6 @@ from tint import tint
 from ort_webgpu.conformance.case import Case
 from ort_webgpu.conformance.cases_gqa import GqaConfig
 from ort_webgpu.conformance.cases_packed import PackedConfig
-from ort_webgpu.conformance.checks import compare_outputs
-from ort_webgpu.conformance.oracles import oracle
 from ort_webgpu.device import open_gpu
 from ort_webgpu.ops.attention import Flash
 from ort_webgpu.ops.attention_core import AttentionProblem
@@ -53,10 +51,7 @@ def test_large_problems_are_right(config, route, adapter):
     ]
     assert tuple(constants[name] for name in ("RL", "CL", "RPT", "KPT")) == TILE
     assert constants["quads"] == (route == "flash")
-    first = running.run_route(case, gpu, found[0])
-    compare_outputs(first, oracle(case), case)
-    again = running.run_route(case, gpu, found[0], poison=0x3C)
-    assert [a.tobytes() for a in first] == [a.tobytes() for a in again]
+    running.check_route(case, gpu, found[0])
 
 
 CAPS = Caps(

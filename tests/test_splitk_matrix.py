@@ -9,14 +9,12 @@ from tint import tint
 
 from ort_webgpu.conformance.case import Case
 from ort_webgpu.conformance.cases_gqa import GqaConfig
-from ort_webgpu.conformance.checks import compare_outputs
-from ort_webgpu.conformance.oracles import numpy_oracle, oracle
+from ort_webgpu.conformance.oracles import numpy_oracle
 from ort_webgpu.device import open_gpu
 from ort_webgpu.ops.attention import CORE_ROUTES
 from ort_webgpu.ops.attention_core import AttentionProblem
 from ort_webgpu.ops.attention_splitk import SplitKMatrix
 from ort_webgpu.ops.spec import Caps, Rejected
-from ort_webgpu.ops.tuned import Finding, Tuned
 from ort_webgpu.wgsl.render import render
 
 NAME = "splitk_matrix_emulated"
@@ -57,27 +55,18 @@ CONFIGS = [
 ]
 
 
-def shares_of(problem: AttentionProblem, caps: Caps, shares: int) -> Caps:
-    """Caps whose findings name that number of shares."""
-    times = ((NAME, 1e-3),)
-    finding = Finding(problem.call_class, times, times[0], ((NAME, (shares,)),))
-    return replace(caps, tuned=Tuned((finding,)))
-
-
 def check_every_share(case: Case, adapter: str) -> None:
     """By rule, with one share of the keys and with seven; twice each, bit for bit."""
     gpu = open_gpu(adapter)
     assert gpu is not None
     problem = running.call_of(case).problem
-    (route,) = [r for r in running.spec_of(case).routes if r.name == NAME]
+    route = running.route_of(case, NAME)
     verdict = route.check(problem, gpu.caps)
     assert not isinstance(verdict, Rejected), verdict
-    for shares in (0, 1, 7):
-        caps = shares_of(problem.core, gpu.caps, shares) if shares else gpu.caps
-        first = running.run_route(case, gpu, route, caps=caps)
-        compare_outputs(first, oracle(case), case)
-        again = running.run_route(case, gpu, route, poison=0x3C, caps=caps)
-        assert [a.tobytes() for a in first] == [a.tobytes() for a in again], shares
+    running.check_route(case, gpu, route)
+    for shares in (1, 7):
+        caps = running.tuned_to(problem.core, gpu.caps, NAME, (shares,))
+        running.check_route(case, gpu, route, caps)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.case(0).name)
@@ -135,7 +124,7 @@ def test_row_that_sees_nothing_is_zero_whatever_its_query(adapter):
     """Rows behind an entry's last query; ORT leaves them as they are."""
     case = decode(length=150, group=2, phase="chunk_queries", batch=3, ragged=True).case(7)
     gpu = open_gpu(adapter)
-    (route,) = [r for r in running.spec_of(case).routes if r.name == NAME]
+    route = running.route_of(case, NAME)
     query, counts = case.require("query"), case.require("query_seqlens")
     behind = np.arange(query.shape[1])[None] >= counts[:, None]
     assert behind.any()
@@ -161,7 +150,7 @@ def problem(**given) -> AttentionProblem:
 @pytest.mark.parametrize(
     ("given", "caps", "words"),
     [
-        ({}, {"matrix_tiles": ((16, 16, 16, "f16", "f32"),)}, "16x16x32 i8"),
+        ({}, {"matrix_tiles": ((16, 16, 16, "f16", "f32"),)}, "16x16x32 subgroup matrices of i8"),
         ({}, {"subgroup_min": 16}, "subgroups of 32"),
         ({"kv_dtype": "float16"}, {}, "int8 or int4"),
         ({"head_size": 80, "v_head_size": 80}, {}, "32, 64, 96 and 128"),
